@@ -26,7 +26,7 @@ from whet.config.run import Checkpoint
 from whet.models import families
 from whet.models.decoder import Decoder
 from whet.runs.provenance import versions
-from whet.training.checkpoint import checkpoint_path, contents_of
+from whet.training.checkpoint import checkpoint_contents, checkpoint_path
 from whet.training.checkpoint_writer import CheckpointWriter
 from whet.training.optim.optimizers import create_optimizer
 
@@ -74,11 +74,11 @@ def measure(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Opti
     pauses = []
     for step in range(1, SAVES + 2):
         started = time.perf_counter()
-        saver.save(step, contents_of(model, optimizer, step, {}), best_steps=())
+        saver.save(step, checkpoint_contents(model, optimizer, step, {}), best_steps=())
         pause = time.perf_counter() - started
         forward_and_backward(model)
         started = time.perf_counter()
-        saver.before_update()
+        saver.wait_for_copy()
         pauses.append(1000 * (pause + time.perf_counter() - started))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -92,8 +92,8 @@ def copy_times(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.O
     times = []
     for step in range(1, SAVES + 2):
         started = time.perf_counter()
-        saver.save(step, contents_of(model, optimizer, step, {}), best_steps=())
-        saver.before_update()
+        saver.save(step, checkpoint_contents(model, optimizer, step, {}), best_steps=())
+        saver.wait_for_copy()
         times.append(1000 * (time.perf_counter() - started))
         saver.wait()
     return times

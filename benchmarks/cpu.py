@@ -149,7 +149,7 @@ def whet_step(records):
     import torch
 
     import whet
-    from whet.config.load_config import make_config
+    from whet.config.load_config import validate_config
     from whet.data.batches import step_batches
     from whet.data.packing import StepSettings
     from whet.data.tokens.examples import Example
@@ -163,7 +163,7 @@ def whet_step(records):
         tokens = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         examples.append(Example(tokens, [True] * len(tokens), "chat"))
     settings = StepSettings(ROWS, None, None, pack=True)
-    config = make_config(
+    config = validate_config(
         {
             "model": MODEL,
             "data": {"train": "none"},
@@ -188,9 +188,9 @@ def peer_step(records):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from whet.model_io.hub import resolve
+    from whet.model_io.hub import resolve_model
 
-    directory = resolve(MODEL)
+    directory = resolve_model(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
     model.config.use_cache = False

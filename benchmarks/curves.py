@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.data.synthetic.generators import generate
 from whet.data.tokens.examples import Example
 from whet.hardware import choose_device, choose_precision
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
 from whet.recipes.model_setup import use_fp8
@@ -49,7 +49,7 @@ def main():
     examples = windows(length)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        whet.save(from_scratch(spec, seed=SEED), None, folder)
+        whet.save(new_decoder(spec, seed=SEED), None, folder)
         kinds = ["transformers", "whet"] + ["whet-compiled"] * (device.type == "cuda") + ["whet-fp8"]
         for kind in kinds:
             stream = BatchStream(examples, StepSettings(rows, None, rows * length, pack=False), seed=SEED)
@@ -94,7 +94,7 @@ def ours(folder, stream, steps, device, kind):
         use_fp8(model, "full")
     if device.type == "cuda" and kind != "whet":
         compile_blocks(model, stream.peek()[0], precision)
-    config = make_config(
+    config = validate_config(
         {
             "model": "random",
             "method": {"kind": "full"},

@@ -24,9 +24,9 @@ from whet.data.batches import BatchStream, step_batches
 from whet.data.packing import StepSettings, plan_epoch, split_step
 from whet.data.sources.source import open_source
 from whet.data.synthetic.house import house
-from whet.data.tokens.examples import Example, cut
+from whet.data.tokens.examples import Example, build_examples
 from whet.data.tokens.prepare_dataset import Preparation
-from whet.model_io.hub import resolve
+from whet.model_io.hub import resolve_model
 
 MODEL = "smollm2-135m-instruct"
 WORDS = "the model reads a page of plain words and learns to say what comes next in it again".split()
@@ -35,7 +35,7 @@ WORDS = "the model reads a page of plain words and learns to say what comes next
 def tokenizer():
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(resolve(MODEL))
+    return AutoTokenizer.from_pretrained(resolve_model(MODEL))
 
 
 def text(rng, words):
@@ -103,7 +103,7 @@ def first_batch(directory):
         sys.executable,
         "-c",
         FIRST_BATCH,
-        str(resolve(MODEL)),
+        str(resolve_model(MODEL)),
         str(path),
         str(directory / "cache-chats"),
     ]
@@ -143,7 +143,9 @@ def loader(directory, step_s=1.9):
     tok = tokenizer()
     store = Preparation(tok, cache=directory / "cache-demo").store(open_source("synth:house:400"))
     stream = BatchStream(
-        cut(store, max_length=512, too_long="truncate"), StepSettings(None, 512, 512, pack=True), seed=0
+        build_examples(store, max_length=512, too_long="truncate"),
+        StepSettings(None, 512, 512, pack=True),
+        seed=0,
     )
     seconds = []
     for _ in range(200):
@@ -166,7 +168,7 @@ from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.sources.source import open_source
 from whet.models.from_scratch.init_weights import from_scratch
 from whet.models.from_scratch.presets import preset_spec
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.objectives.sft import SFT
 from whet.training.trainer import Trainer
 
@@ -175,7 +177,7 @@ def resident():
 
 tok = AutoTokenizer.from_pretrained(sys.argv[1])
 model = from_scratch(preset_spec("nano", vocab_size=len(tok)), seed=0)
-config = make_config({"model": "x", "data": {"train": "x"}, "method": {"kind": "full"}, "run": {"steps": 5, "batch_tokens": 512, "precision": "fp32", "device": "cpu"}})
+config = validate_config({"model": "x", "data": {"train": "x"}, "method": {"kind": "full"}, "run": {"steps": 5, "batch_tokens": 512, "precision": "fp32", "device": "cpu"}})
 before, peak, done = resident(), 0, False
 def watch():
     global peak
@@ -206,7 +208,14 @@ def memory(directory, mebibytes):
                 json.dumps({"text": rng.choice(paragraphs) + str(rng.random()) + rng.choice(paragraphs)})
                 + "\n"
             )
-    command = [sys.executable, "-c", MEMORY, str(resolve(MODEL)), str(path), str(directory / "cache-large")]
+    command = [
+        sys.executable,
+        "-c",
+        MEMORY,
+        str(resolve_model(MODEL)),
+        str(path),
+        str(directory / "cache-large"),
+    ]
     peak, seconds, tokens = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return {
         "text_mib": mebibytes,

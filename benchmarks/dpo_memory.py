@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.machine import describe_machine
 from whet.adapters.attach import attach_lora
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import Batch, make_batch
 from whet.data.tokens.examples import Example
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.objective import Objective
 from whet.objectives.preference import Preference
@@ -55,7 +55,7 @@ def the_batch() -> Batch:
 
 def measure(method: str, case: str, device: torch.device) -> dict[str, float]:
     """The peak of two steps, and what was taken before them."""
-    model = from_scratch(preset_spec("llama-135m"), seed=0).to(device)
+    model = new_decoder(preset_spec("llama-135m"), seed=0).to(device)
     model.requires_grad_(method == "full")
     reference = None
     if method == "lora":
@@ -64,7 +64,7 @@ def measure(method: str, case: str, device: torch.device) -> dict[str, float]:
     elif case == "dpo-online":
         reference = copy.deepcopy(model).requires_grad_(False)
     objective: Objective = SFT() if case == "sft" else Preference("dpo", beta=0.1, reference=reference)
-    config = make_config(
+    config = validate_config(
         {
             "model": "llama-135m",
             "data": {"train": "none"},

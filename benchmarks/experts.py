@@ -65,7 +65,7 @@ def compare(tokens, d_model, width, *, device, dtype, repeats=6):
         "width": width,
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "computed": grouped_experts.describe_grouped(device, dtype, (d_model, width)),
+        "computed": grouped_experts.describe_expert_matmuls(device, dtype, (d_model, width)),
         "best_ms": {name: round(1e3 * value, 2) for name, value in best.items()},
         "32_over_4": round(best["32 experts"] / best["4 experts"], 3),
     }
@@ -83,11 +83,14 @@ def main():
     for size in SIZES[device.type]:
         rows.append(compare(*size, device=device, dtype=dtype))
         print(json.dumps(rows[-1]))
-    problem, grouped_experts.grouped_problem = grouped_experts.grouped_problem, lambda *_: "to compare with"
+    problem, grouped_experts.grouped_mm_problem = (
+        grouped_experts.grouped_mm_problem,
+        lambda *_: "to compare with",
+    )
     for size in SIZES[device.type][:1]:
         rows.append(compare(*size, device=device, dtype=dtype))
         print(json.dumps(rows[-1]))
-    grouped_experts.grouped_problem = problem
+    grouped_experts.grouped_mm_problem = problem
     path = Path(__file__).parent / "results" / f"experts-{device.type}.json"
     path.write_text(json.dumps({"machine": describe_machine(), "layers": rows}, indent=2) + "\n")
     print(f"written: {path}")

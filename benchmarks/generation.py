@@ -23,7 +23,7 @@ from benchmarks.machine import describe_machine
 from whet.generation.engine import generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.generation.sampling import Sampling
-from whet.model_io.hub import resolve
+from whet.model_io.hub import resolve_model
 from whet.ops.linear import linear
 
 MODEL = "smollm2-135m-instruct"
@@ -130,7 +130,9 @@ def main():
     ours, tokenizer = whet.load(MODEL, dtype=dtype, device=arguments.device)
     adapted, _ = whet.load(MODEL, dtype=dtype, device=arguments.device)
     whet.attach_lora(adapted, rank=16)
-    reference = AutoModelForCausalLM.from_pretrained(resolve(MODEL), dtype=dtype).to(arguments.device).eval()
+    reference = (
+        AutoModelForCausalLM.from_pretrained(resolve_model(MODEL), dtype=dtype).to(arguments.device).eval()
+    )
     results = {
         "machine": describe_machine(),
         "threads": torch.get_num_threads(),

@@ -179,7 +179,7 @@ def whet_run(name, method, rows, who, found):
     import torch
 
     import whet
-    from whet.config.load_config import make_config
+    from whet.config.load_config import validate_config
     from whet.data.batches import BatchStream
     from whet.data.packing import StepSettings
     from whet.data.tokens.examples import Example
@@ -211,7 +211,7 @@ def whet_run(name, method, rows, who, found):
         model.requires_grad_(True)
     if who == "whet-fp8":
         print("fp8:", use_fp8(model, method))
-    config = make_config(
+    config = validate_config(
         {
             "model": "random",
             "method": {"kind": method},

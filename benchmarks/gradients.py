@@ -21,12 +21,12 @@ from benchmarks.machine import describe_machine
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.hardware import choose_device, choose_precision
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
 from whet.recipes.model_setup import use_fp8
 from whet.training.compile import compile_blocks
-from whet.training.loss import in_precision
+from whet.training.loss import autocast_context
 
 RESULTS = Path(__file__).parent / "results"
 WORDS = 256
@@ -44,7 +44,7 @@ def main():
     device = choose_device()
     small = device.type == "cpu"
     name, layers, length, rows = ("nano", 4, 64, 4) if small else ("llama-135m", 12, 512, 32)
-    model = from_scratch(preset_spec(name, layers=layers, vocab_size=WORDS), seed=0)
+    model = new_decoder(preset_spec(name, layers=layers, vocab_size=WORDS), seed=0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():  # or the norms' weights would all be one
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -80,7 +80,7 @@ def ours(model, tokens, device, dtype, precision, compiled, *, fp8=False):
     batch = make_batch([[Example(row.tolist(), [True] * len(row), "random")] for row in tokens])
     if compiled:
         print(compile_blocks(model, batch, precision))
-    with in_precision(precision, device):
+    with autocast_context(precision, device):
         total = SFT().loss(model, batch.to(device)).sums["loss"]
     loss = total / (tokens.numel() - len(tokens))
     loss.backward()

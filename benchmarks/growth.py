@@ -21,7 +21,7 @@ import torch
 import whet
 from benchmarks.gpu import COMMON, SHAPES, draw_weights
 from benchmarks.machine import describe_machine
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.data.tokens.examples import Example
@@ -110,7 +110,7 @@ def measure(model, sizes):
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, sizes["vocabulary"], length + 1) for _ in range(count)]
     examples = [Example(row, [True] * len(row), "random") for row in rows]
-    config = make_config(
+    config = validate_config(
         {
             "model": "random",
             "data": {"train": "none"},

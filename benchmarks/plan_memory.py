@@ -22,14 +22,14 @@ import torch
 
 from benchmarks.machine import describe_machine
 from whet.adapters.attach import make_trainable
-from whet.adapters.nf4 import bitsandbytes
-from whet.adapters.qlora import quantise_base
-from whet.config.load_config import make_config
+from whet.adapters.nf4 import bitsandbytes_functional
+from whet.adapters.qlora import quantize_base
+from whet.config.load_config import validate_config
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, make_batch
 from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.sft import SFT
 from whet.planning.plan import Memory, plan_run
@@ -101,7 +101,7 @@ PLAIN_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65
 def config_of(case: Case, *, device: str, compiled: bool = False) -> RunConfig:
     """The run of a case. Adapters need a model with weights, so a name stands for the case's own shape."""
     tokens = case.documents * case.length
-    return make_config(
+    return validate_config(
         {
             "model": "the shape of the case",
             "method": {"kind": case.method, "rank": 16},
@@ -126,9 +126,9 @@ def measure(case: Case, *, device: torch.device, compiled: bool = False) -> floa
     precision = choose_precision(config.run.precision, device)
     before = _taken(device)
     _reset_peak(device)
-    model = from_scratch(preset_spec("nano", **case.shape), seed=0)
+    model = new_decoder(preset_spec("nano", **case.shape), seed=0)
     if case.method == "qlora":
-        quantise_base(model, device=device, dtype=precision.frozen)
+        quantize_base(model, device=device, dtype=precision.frozen)
     model.to(device, precision.trained if case.method == "full" else precision.frozen)
     make_trainable(model, config.method, dtype=precision.trained)
     model.grad_checkpoint = config.run.grad_checkpoint
@@ -163,7 +163,7 @@ def _batch(case: Case) -> Batch:
 
 def _warm_up(device: torch.device) -> None:
     """What the first step of a process takes for libraries and their buffers is no part of a plan."""
-    bitsandbytes()
+    bitsandbytes_functional()
     shape = {"d_model": 64, "layers": 2, "heads": 2, "width": 64, "vocab_size": 256}
     measure(Case(shape, "lora", documents=2, length=32, run=_RECOMPUTED), device=device)
 

@@ -18,9 +18,9 @@ import torch
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.log import Probes
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.training.observe.probe_batches import probe_batches
 from whet.training.trainer import Trainer
 
@@ -44,8 +44,8 @@ CASES = {
 
 def measure(case, *, rounds, plain_steps, device, directory):
     settings = {**CASES[case], "run": {**CASES[case]["run"], "device": device, "dir": str(directory)}}
-    config, usual = make_config(settings), Probes()
-    with assembled(config) as work:
+    config, usual = validate_config(settings), Probes()
+    with open_assembly(config) as work:
         pieces = probe_batches(work.stream, work.objective)
         probes = {
             "gradients": whet.GradientStats(pieces[0], usual.gradients),

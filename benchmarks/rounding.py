@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from benchmarks.machine import describe_machine
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.data.sources.source import open_source
@@ -64,7 +64,7 @@ def ours(stream, steps, name, device):
     model, _ = whet.load(MODEL, dtype=precision.frozen, device="cpu")
     torch.manual_seed(SEED)  # on the CPU, since a GPU draws other numbers
     model = whet.attach_lora(model, rank=RANK, alpha=ALPHA).to(device)
-    config = make_config(
+    config = validate_config(
         {
             "model": MODEL,
             "data": {"train": "none"},

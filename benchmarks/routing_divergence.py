@@ -15,7 +15,7 @@ from whet.hardware import choose_device
 from whet.recipes.quality.regression import Regression
 from whet.recipes.quality.row_batches import read_rows
 from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
-from whet.studies.diagnose import examine
+from whet.studies.diagnose import diagnose_batch
 
 ROWS, SEEDS = 2048, 4
 
@@ -42,7 +42,7 @@ def main():
             counts = {}
             for seed in range(SEEDS):
                 model = model_of(arm, seed, planted).to(device)
-                for result in examine(model, Regression(), batch).results:
+                for result in diagnose_batch(model, Regression(), batch).results:
                     counts[result.path.name] = counts.get(result.path.name, 0) + len(result.divergent)
             found["divergent"][f"{arm}, {'planted ties' if planted else 'as drawn'}"] = counts
     print(json.dumps(found, indent=2))

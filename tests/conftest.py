@@ -68,9 +68,9 @@ def static_steps(monkeypatch):
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """SmolLM2-135M-Instruct from whet's cache, which `make test` fills before the tests."""
-    from whet.model_io.hub import resolve
+    from whet.model_io.hub import resolve_model
 
-    return resolve("smollm2-135m-instruct")
+    return resolve_model("smollm2-135m-instruct")
 
 
 def pytest_collection_modifyitems(items):

@@ -22,13 +22,13 @@ import typer
 from pydantic import BaseModel
 
 from whet.cli.app import app
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.config.objectives.mix import Part
 from whet.config.preset import Preset
 from whet.config.quality import Quality
 from whet.config.run_config import RunConfig
 from whet.data.synthetic.generators import GENERATORS
-from whet.runs.resume_checks import MAY_CHANGE
+from whet.runs.resume_checks import CHANGEABLE_KEYS
 from whet.studies.sweep import plan_sweep
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_configs_are_valid(fence, tmp_path):
     if "fragment" in fence.info:
         import yaml
 
-        make_config(over_base(yaml.safe_load(fence.text)), origin=str(fence))
+        validate_config(over_base(yaml.safe_load(fence.text)), origin=str(fence))
         return
     path = tmp_path / "config.yaml"
     path.write_text(fence.text)
@@ -194,7 +194,7 @@ def test_lists_in_docs_are_complete():
     assert [name for name in GENERATORS if f"`synth:{name}`" not in pages["data"]] == []
     assert [name for name in extras if f"`{name}`" not in pages["install"]] == []
     resume = pages["runs"].partition("## Resume")[2].partition("\n## ")[0]
-    last = [key.rpartition(".")[2] for key in MAY_CHANGE if not key.startswith("run.budget.")]
+    last = [key.rpartition(".")[2] for key in CHANGEABLE_KEYS if not key.startswith("run.budget.")]
     assert [key for key in last if not re.search(rf"`([a-z]+\.)?{key}`", resume)] == []
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import whet
 from whet import hardware
 from whet.errors import ConfigError
-from whet.hardware import CHIPS, chip_called, driver_name, find_peak, measured_peak, named_chip
+from whet.hardware import CHIPS, chip_by_driver_name, chip_by_name, driver_name, find_peak, measure_peak
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ from whet.hardware import CHIPS, chip_called, driver_name, find_peak, measured_p
     ],
 )
 def test_driver_name_matches_its_chip(reported, name):
-    assert chip_called(reported).name == name
+    assert chip_by_driver_name(reported).name == name
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_driver_name_matches_its_chip(reported, name):
     ],
 )
 def test_unknown_chips_do_not_match(reported):
-    assert chip_called(reported) is None
+    assert chip_by_driver_name(reported) is None
 
 
 def test_table_is_consistent():
@@ -81,12 +81,12 @@ def test_table_is_consistent():
         assert 0 < chip.fp32_tflops <= chip.half_tflops
         assert chip.bandwidth_gb_s > 0 < chip.memory_gb
         assert re.search("NVIDIA|AMD|Apple", chip.source)
-        assert named_chip(chip.name.upper().replace("-", " ")) is chip
+        assert chip_by_name(chip.name.upper().replace("-", " ")) is chip
 
 
 def test_unknown_name_suggests_a_similar_one():
     with pytest.raises(ConfigError, match="unknown device 'h10'") as caught:
-        named_chip("h10")
+        chip_by_name("h10")
     assert "h100" in caught.value.hint
 
 
@@ -95,7 +95,7 @@ def test_cpu_is_measured_once():
     before = torch.get_rng_state()
     peak = find_peak(cpu)
     assert torch.equal(before, torch.get_rng_state())
-    assert peak is find_peak(cpu) is measured_peak(cpu)
+    assert peak is find_peak(cpu) is measure_peak(cpu)
     assert peak.source == "measured"
     assert 1e-3 < peak.fp32_tflops < 100
     assert 0.1 < peak.bandwidth_gb_s < 10_000
@@ -126,7 +126,7 @@ def test_peak_is_work_per_second(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(hardware, "_best_time", one_second)
-    peak = measured_peak.__wrapped__(torch.device("cpu"))
+    peak = measure_peak.__wrapped__(torch.device("cpu"))
     assert [peak.half_tflops * 1e12, peak.fp32_tflops * 1e12] == pytest.approx(work[:2])
     assert peak.bandwidth_gb_s * 1e9 == pytest.approx(work[2])
 

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny import write_tiny_model
-from whet.model_io.formats.adapter_state import collect
+from whet.model_io.formats.adapter_state import collect_adapter
 from whet.model_io.formats.peft import peft_tensors
 
 
@@ -53,4 +53,4 @@ def shake(model):
 
 def adapter_tensors(model):
     """Return the adapter's weights under PEFT's names."""
-    return peft_tensors(collect(model))
+    return peft_tensors(collect_adapter(model))

@@ -6,7 +6,7 @@ Public names are imported on first use, which keeps `import whet` and `whet --he
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from whet.lazy_import import lazy_names
+from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from whet import analysis as analysis
@@ -128,7 +128,7 @@ _MODULES = (
     "rl",
 )
 __all__ = list(_HOME_OF)
-_load_name = lazy_names(__name__, _HOME_OF)
+_load_name = lazy_getattr(__name__, _HOME_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: the object of that name

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.lazy_import import lazy_names
+from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from whet.evaluation.linear_probe import LinearProbe as LinearProbe
@@ -15,4 +15,4 @@ _HOME_OF = {
     "LinearProbe": "evaluation.linear_probe",
 }
 __all__ = list(_HOME_OF)
-__getattr__ = lazy_names(__name__, _HOME_OF)
+__getattr__ = lazy_getattr(__name__, _HOME_OF)

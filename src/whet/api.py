@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from whet.config.load_config import ConfigLike
-    from whet.data.sources.source import Spec
+    from whet.data.sources.source import SourceSpec
     from whet.data.tokens.chat_template import Supervise
     from whet.data.tokens.examples import TooLong
     from whet.given.given import Function
@@ -109,7 +109,7 @@ def resume(
 
 def evaluate(
     model: "Evaluated",
-    data: "Spec | Path",
+    data: "SourceSpec | Path",
     *,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     generate: bool = False,
@@ -231,13 +231,15 @@ def export(
     return exported.path
 
 
-def _evaluate_other_model(model: str | Path, data: "Spec") -> dict[str, Any] | None:  # Any: as in `evaluate`
+def _evaluate_other_model(
+    model: str | Path, data: "SourceSpec"
+) -> dict[str, Any] | None:  # Any: as in `evaluate`
     """Evaluate a quality model or a classifier; return None for a language model."""
     from whet.model_io.formats.classifier_head import is_classifier
-    from whet.model_io.resolve import usable_directory
+    from whet.model_io.resolve import local_model_directory
     from whet.run_directory import ARCH_FILE
 
-    directory = Path(usable_directory(model)).expanduser()
+    directory = Path(local_model_directory(model)).expanduser()
     if (directory / ARCH_FILE).is_file() and not (directory / "config.json").is_file():
         from whet.recipes.quality.quality import evaluate_quality
 
@@ -252,9 +254,9 @@ def _evaluate_other_model(model: str | Path, data: "Spec") -> dict[str, Any] | N
 @contextlib.contextmanager
 def _progress_output(verbose: int) -> "Iterator[list[Callback]]":
     """Show log lines while the context is open, and yield the callbacks that show a run's progress."""
-    from whet.parallel.process_group import started_as_one_of_many
+    from whet.parallel.process_group import is_distributed_launch
 
-    if not verbose or (started_as_one_of_many() and os.environ["RANK"] != "0"):
+    if not verbose or (is_distributed_launch() and os.environ["RANK"] != "0"):
         yield []
         return
     terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -262,10 +264,10 @@ def _progress_output(verbose: int) -> "Iterator[list[Callback]]":
         if not log.hasHandlers():  # otherwise the user's handlers show the lines
             _add_handler(stack, terminal=terminal)
         if terminal:
-            from whet.reporting.console import notes
+            from whet.reporting.console import stderr_console
             from whet.reporting.progress import RunProgress
 
-            bar = RunProgress(notes())
+            bar = RunProgress(stderr_console())
             stack.callback(bar.close)
             yield [bar]
         elif log.isEnabledFor(logging.INFO):
@@ -280,9 +282,9 @@ def _add_handler(stack: contextlib.ExitStack, *, terminal: bool) -> None:
     """Log to standard error until `stack` closes, at level INFO unless the logger has a level."""
     handler: logging.Handler
     if terminal:
-        from whet.reporting.console import NotesHandler
+        from whet.reporting.console import ConsoleHandler
 
-        handler = NotesHandler()  # above the progress bar
+        handler = ConsoleHandler()  # above the progress bar
     else:
         from whet.runs.run_log import LineFormatter
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.lazy_import import lazy_names
+from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from whet.training.callbacks import Callback as Callback
@@ -45,4 +45,4 @@ _HOME_OF = {
     "ThroughputMonitor": "training.observe.throughput",
 }
 __all__ = list(_HOME_OF)
-__getattr__ = lazy_names(__name__, _HOME_OF)
+__getattr__ = lazy_getattr(__name__, _HOME_OF)

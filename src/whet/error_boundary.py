@@ -21,7 +21,7 @@ _STDERR_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def wrong_input(
+def invalid_input_errors(
     problem: str, *, kind: type[WhetError] = ModelError, hint: str | None = None
 ) -> Iterator[None]:
     """Convert any exception raised inside, including Rust panics, to a WhetError.
@@ -41,10 +41,10 @@ def wrong_input(
     except BaseException as error:
         if is_out_of_memory(error) or not (isinstance(error, Exception) or is_panic(error)):
             raise
-        raise kind(f"{problem}: {reason(error)}", hint=hint) from error
+        raise kind(f"{problem}: {error_text(error)}", hint=hint) from error
 
 
-def reason(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the message of an exception on one line of limited length."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
@@ -69,10 +69,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
 
 
-def out_of_memory(error: BaseException) -> RunError:
+def out_of_memory_error(error: BaseException) -> RunError:
     """Return an error for running out of memory, with a hint on the settings that reduce it."""
     return RunError(
-        f"out of memory ({reason(error)})",
+        f"out of memory ({error_text(error)})",
         hint="in training, lower run.micro_batch_tokens or data.max_length, set run.grad_checkpoint=true, "
         "or set method.kind=lora or qlora (whet plan estimates the memory); "
         "otherwise use a smaller model, shorter texts or a smaller batch",
@@ -80,28 +80,28 @@ def out_of_memory(error: BaseException) -> RunError:
 
 
 @contextlib.contextmanager
-def memory_knobs_named() -> Iterator[None]:
+def out_of_memory_hints() -> Iterator[None]:
     """Convert out-of-memory errors raised inside to one with a hint on the settings to change."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(error) from error
+        raise out_of_memory_error(error) from error
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     r"""Escape control characters, which a terminal would interpret, except tabs and newlines."""
     return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def one_line(text: str) -> str:
+def escape_to_one_line(text: str) -> str:
     r"""Escape control characters including tabs and newlines, for text within a line."""
-    return printable(text.replace("\t", "\\t").replace("\n", "\\n"))
+    return escape_control_characters(text.replace("\t", "\\t").replace("\n", "\\n"))
 
 
 @contextlib.contextmanager
-def panics_hidden() -> Iterator[None]:
+def hide_rust_panics() -> Iterator[None]:
     """Hide the message that Rust prints to standard error on a panic: the exception repeats it.
 
     Output of Python passes through. Output of other code to the descriptor is delayed until the end.

@@ -65,7 +65,7 @@ class StorageError(RunError):
 
 
 @contextlib.contextmanager
-def blamed_on(key: str) -> Iterator[None]:
+def prefix_errors(key: str) -> Iterator[None]:
     """Prefix the errors raised inside with the config key that caused them."""
     try:
         yield
@@ -86,11 +86,11 @@ def check_positive(**counts: int) -> None:
             raise ConfigError(f"{name} must be at least 1, not {count}")
 
 
-def shorten(text: str, longest: int = _MAX_VALUE) -> str:
+def shorten(text: str, max_length: int = _MAX_VALUE) -> str:
     """Shorten text for a message: replace the middle if it has more than `longest` characters."""
-    if len(text) <= longest:
+    if len(text) <= max_length:
         return text
-    return f"{text[: longest * 2 // 3]} ... ({len(text)} characters) ... {text[-longest // 6 :]}"
+    return f"{text[: max_length * 2 // 3]} ... ({len(text)} characters) ... {text[-max_length // 6 :]}"
 
 
 class _LimitedRepr(reprlib.Repr):
@@ -106,6 +106,6 @@ class _LimitedRepr(reprlib.Repr):
         return repr(value) if value.bit_length() < 256 else f"an integer of {value.bit_length():,} bits"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return repr(value) for a message, with long and deeply nested values shortened."""
     return shorten(_LimitedRepr().repr(value))

@@ -53,7 +53,7 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def describe_machine(device: torch.device) -> dict[str, str]:
     """Return a description of the device, operating system, CPU cores and memory."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
@@ -233,7 +233,7 @@ class Peak:
         return self.fp32_tflops if dtype == torch.float32 else self.half_tflops
 
 
-def named_chip(name: str) -> Chip:
+def chip_by_name(name: str) -> Chip:
     """Return the chip with this short name.
 
     Raises:
@@ -249,7 +249,7 @@ def named_chip(name: str) -> Chip:
     raise ConfigError(f"unknown device {name!r}", hint=f"{guess}known: this, cpu, {', '.join(known)}")
 
 
-def chip_called(driver_name: str) -> Chip | None:
+def chip_by_driver_name(driver_name: str) -> Chip | None:
     """Return the chip for the device name that a driver reports, or None if it is not in the table."""
     matches = (chip for chip in CHIPS if re.fullmatch(_VENDORS + chip.pattern, driver_name, re.IGNORECASE))
     return next(matches, None)
@@ -267,9 +267,9 @@ def driver_name(device: torch.device) -> str:
 
 def find_peak(device: torch.device) -> Peak:
     """Return the peak performance of a device from the table, or else measure it once, in about a second."""
-    chip = None if device.type == "cpu" else chip_called(driver_name(device))
+    chip = None if device.type == "cpu" else chip_by_driver_name(driver_name(device))
     if chip is None:
-        return measured_peak(device)
+        return measure_peak(device)
     return Peak(chip.half_tflops, chip.fp32_tflops, chip.bandwidth_gb_s, chip.source)
 
 
@@ -295,7 +295,7 @@ def detect_peak_tflops(
 
 
 @functools.cache
-def measured_peak(device: torch.device) -> Peak:
+def measure_peak(device: torch.device) -> Peak:
     """Measure the peak performance of a device with matmuls and copies, without using random numbers."""
     half = torch.float16 if device.type == "mps" else torch.bfloat16
     return Peak(

@@ -12,7 +12,7 @@ def load_object(reference: str) -> Any:  # Any: the referenced object
     return getattr(importlib.import_module(module), name)
 
 
-def lazy_names(module: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:  # Any: the named object
+def lazy_getattr(module: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:  # Any: the named object
     """Return a module-level `__getattr__` that imports public names on first use.
 
     Args:
@@ -21,9 +21,9 @@ def lazy_names(module: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
     """
 
     def get(name: str) -> Any:  # Any: the named object
-        if name not in home_of:
+        if name not in module_of:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"whet.{home_of[name]}"), name)
+        return getattr(importlib.import_module(f"whet.{module_of[name]}"), name)
 
     return get
 

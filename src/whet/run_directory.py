@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from whet.storage import append_text, read_json, replace_text, sync_file
+from whet.storage import append_text, fsync_file, read_json, replace_text
 
 log = logging.getLogger("whet")
 
@@ -24,35 +24,35 @@ PROBE_FILE = "probe.json"
 CLASSIFICATION_FILE = "classification.json"
 CLASSIFICATION_PLOT = "classification.png"
 REPORT_PAGE = "report.html"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS_DIRECTORY = "checkpoints"
 STATE_FILE = "state.json"  # in a checkpoint
-FINAL = "final"  # the trained model or adapter
-TOKENIZER = "tokenizer"  # a tokenizer trained for this run
-BASE = "base"  # base weights of the adapter, if they exist nowhere else
+FINAL_DIRECTORY = "final"  # the trained model or adapter
+TOKENIZER_DIRECTORY = "tokenizer"  # a tokenizer trained for this run
+BASE_DIRECTORY = "base"  # base weights of the adapter, if they exist nowhere else
 
 
-def run_of(checkpoint: Path) -> Path:
+def run_directory_of(checkpoint: Path) -> Path:
     """Return the run directory of a checkpoint, from its path."""
     return checkpoint.absolute().parent.parent
 
 
 def is_finished(directory: Path) -> bool:
     """Return whether a run has finished, with a final model and a summary."""
-    return (directory / FINAL).is_dir() and "summary" in _last_row(directory)
+    return (directory / FINAL_DIRECTORY).is_dir() and "summary" in _last_row(directory)
 
 
-def summary_of(directory: Path) -> dict[str, Any]:  # Any: JSON values
+def read_summary(directory: Path) -> dict[str, Any]:  # Any: JSON values
     """Return the summary of a finished run."""
     summary: dict[str, Any] = _last_row(directory)["summary"]
     return summary
 
 
-def steps_with_rows(path: Path) -> int:
+def count_logged_steps(path: Path) -> int:
     """Return the number of different steps in a metrics file."""
-    return len({step for row in map(parse_row, row_lines(read_rows_text(path))) if (step := step_of(row))})
+    return len({step for row in map(parse_row, split_rows(read_rows_text(path))) if (step := step_of(row))})
 
 
-def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
+def move_superseded_rows(path: Path, *, step: int, evaluated_step: int | None) -> None:
     """Move the rows after a checkpoint to `*.superseded.jsonl`, because the resumed run writes them again.
 
     This includes rows without a step, and an evaluation at the checkpoint's step that it does not contain.
@@ -65,7 +65,7 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
     retained: list[str] = []
     superseded: list[str] = []
     text = read_rows_text(path)
-    for line in row_lines(text):
+    for line in split_rows(text):
         row = parse_row(line)
         number = step_of(row)
         repeated = number == step and "eval_s" in row and evaluated_step != step
@@ -73,7 +73,7 @@ def set_aside_later_rows(path: Path, *, step: int, evaluated_step: int | None) -
     if superseded:
         superseded_path = path.with_suffix(".superseded.jsonl")
         append_text(superseded_path, "".join(superseded))
-        sync_file(superseded_path)
+        fsync_file(superseded_path)
     if text != (new_text := "".join(retained)):
         replace_text(path, new_text)
 
@@ -93,7 +93,7 @@ def read_rows_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def row_lines(text: str) -> list[str]:
+def split_rows(text: str) -> list[str]:
     """Split text at newlines only: `str.splitlines` would also split rows that contain U+2028."""
     return [line for line in text.split("\n") if line]
 
@@ -107,7 +107,7 @@ def parse_row(line: str) -> dict[str, Any]:  # Any: JSON values
     return row if isinstance(row, dict) else {}
 
 
-def began_on(directory: Path) -> date:
+def start_date(directory: Path) -> date:
     """Return the date on which a run was started, or today if it has not started."""
     path = directory / PROVENANCE_FILE
     began = read_json(path).get("began") if path.is_file() else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.errors import CheckpointError, ModelError, StorageError
 
 if TYPE_CHECKING:
@@ -45,35 +45,35 @@ _MAX_JSON_BYTES = 32 * 2**20  # the weight index of the largest models has about
 
 
 @dataclass(frozen=True)
-class Written:
+class FileRecord:
     """Size and SHA-256 of a file, computed while it was written: its entry in a manifest."""
 
     bytes: int
     sha256: str
 
 
-def boundary(operation: str, path: Path) -> None:
+def before_file_operation(operation: str, path: Path) -> None:
     """Do nothing; called before every file operation of a write, for tests to inject faults."""
 
 
-def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a file from chunks and fsync it. All other writers use this function."""
     digest, size = hashlib.sha256(), 0
-    boundary("open", path)
+    before_file_operation("open", path)
     with path.open("wb") as file:
         for chunk in chunks:
-            boundary("write", path)
+            before_file_operation("write", path)
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
             del chunk  # free it before the next one is created
         file.flush()
-        boundary("fsync", path)
+        before_file_operation("fsync", path)
         os.fsync(file.fileno())
-    return Written(size, digest.hexdigest())
+    return FileRecord(size, digest.hexdigest())
 
 
-def write_text(path: Path, text: str) -> Written:
+def write_text(path: Path, text: str) -> FileRecord:
     """Write a text file and fsync it."""
     return write_chunks(path, [text.encode()])
 
@@ -107,7 +107,7 @@ def append_text(path: Path, text: str) -> None:
     with _storage_errors(path), path.open("ab") as file:
         end = file.tell()
         try:
-            boundary("append", path)
+            before_file_operation("append", path)
             file.write(data)
             file.flush()
         except OSError:
@@ -115,32 +115,32 @@ def append_text(path: Path, text: str) -> None:
             raise
 
 
-def sync_rows(directory: Path) -> None:
+def fsync_jsonl_files(directory: Path) -> None:
     """Fsync the JSON Lines files of a run directory."""
     if not directory.is_dir():
         return
     for path in sorted(directory.glob("*.jsonl")):
-        sync_file(path)
+        fsync_file(path)
     with _storage_errors(directory):
         _fsync_directory(directory)
 
 
-def sync_file(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     """Fsync a file, if it exists."""
     with _storage_errors(path), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        boundary("fsync", path)
+        before_file_operation("fsync", path)
         os.fsync(file.fileno())
 
 
-def make_directory(path: Path) -> None:
+def create_directory(path: Path) -> None:
     """Create a directory and its parents, and fsync each entry, or its contents could be lost in a crash."""
     if not path.is_dir():
-        make_directory(path.parent)
+        create_directory(path.parent)
         path.mkdir(exist_ok=True)
         _fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any) -> Written:  # Any: JSON values
+def write_json(path: Path, value: Any) -> FileRecord:  # Any: JSON values
     """Write indented JSON and fsync it."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -150,8 +150,8 @@ def write_safetensors(
     tensors: "Mapping[str, torch.Tensor]",
     *,
     metadata: Mapping[str, str] | None = None,
-    make: "Callable[[str], torch.Tensor] | None" = None,
-) -> Written:
+    create_tensor: "Callable[[str], torch.Tensor] | None" = None,
+) -> FileRecord:
     """Write tensors in the safetensors format, one at a time, without a copy of the file in memory.
 
     Args:
@@ -179,7 +179,7 @@ def write_safetensors(
         yield struct.pack("<Q", len(encoded))
         yield encoded
         for name, expected in tensors.items():
-            tensor = expected if make is None else make(name)
+            tensor = expected if create_tensor is None else create_tensor(name)
             assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
             if flat.numel():
@@ -189,7 +189,7 @@ def write_safetensors(
     return write_chunks(path, chunks())
 
 
-def sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -210,7 +210,7 @@ def _storage_errors(path: Path) -> Iterator[None]:
 
 
 def _fsync_directory(path: Path) -> None:
-    boundary("fsync", path)
+    before_file_operation("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,17 +224,17 @@ def _fsync_tree(directory: Path) -> None:
         if path.is_dir():
             _fsync_directory(path)
         elif path.is_file():
-            sync_file(path)
+            fsync_file(path)
     _fsync_directory(directory)
 
 
 def _rename(source: Path, target: Path) -> None:
-    boundary("rename", target)
+    before_file_operation("rename", target)
     source.rename(target)
 
 
 @contextlib.contextmanager
-def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def create_directory_atomically(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary directory to fill, which is renamed to `path` when it is complete.
 
     Args:
@@ -250,9 +250,9 @@ def new_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     try:
         with _storage_errors(path):
-            make_directory(path.parent)
+            create_directory(path.parent)
             shutil.rmtree(staging, ignore_errors=True)
-            boundary("mkdir", staging)
+            before_file_operation("mkdir", staging)
             staging.mkdir()
             yield staging
             _fsync_tree(staging)
@@ -283,7 +283,7 @@ def _already_exists(path: Path) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
+def create_file_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary file name to write to, which is renamed to `path` when it is complete.
 
     Raises:
@@ -291,11 +291,11 @@ def new_file(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise _already_exists(path)
-    make_directory(path.parent)
+    create_directory(path.parent)
     staging = path.parent / f".{path.name}.writing-{os.getpid()}"
     try:
         yield staging
-        sync_file(staging)
+        fsync_file(staging)
         _rename_new(staging, path)
         _fsync_directory(path.parent)
     except BaseException:
@@ -322,7 +322,7 @@ def remove_directory(path: Path) -> None:
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def clear_leftovers(directory: Path, *, of: str | None = None) -> None:
+def remove_temporary_files(directory: Path, *, only_name: str | None = None) -> None:
     """Remove the temporary files and directories of a killed process.
 
     A directory that the process had moved aside and not yet replaced is restored.
@@ -334,7 +334,9 @@ def clear_leftovers(directory: Path, *, of: str | None = None) -> None:
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         match = _TEMPORARY_NAME.fullmatch(path.name)
-        if match is None or (of is not None and (match["name"] != of or _is_alive(int(match["pid"])))):
+        if match is None or (
+            only_name is not None and (match["name"] != only_name or _is_alive(int(match["pid"])))
+        ):
             continue
         target = path.with_name(match["name"])
         if match["kind"] == "old" and not target.exists():
@@ -356,7 +358,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Lock a directory for this process. The kernel releases the lock when the process ends.
 
     Raises:
@@ -383,7 +385,7 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
-def write_manifest(directory: Path, files: Mapping[str, Written]) -> None:
+def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
     """Write the manifest with the size and SHA-256 of every file. It is written last."""
     write_json(directory / MANIFEST, {"files": {name: vars(written) for name, written in files.items()}})
 
@@ -403,7 +405,7 @@ def check_manifest(directory: Path, *, share: slice = slice(None)) -> None:
         raise CheckpointError(f"{directory} has no {MANIFEST}: it was not written completely")
     try:
         files = {
-            str(name): Written(int(entry["bytes"]), str(entry["sha256"]))
+            str(name): FileRecord(int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in _read_manifest(manifest)["files"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -421,7 +423,7 @@ def _read_manifest(path: Path) -> Any:  # Any: JSON values, validated by the cal
     return json.loads(path.read_text())
 
 
-def _check_file(directory: Path, name: str, expected: Written) -> None:
+def _check_file(directory: Path, name: str, expected: FileRecord) -> None:
     path = directory / name
     if Path(name).name != name or path.is_symlink():
         raise CheckpointError(f"{directory}: {name} is not a regular file in this directory")
@@ -431,7 +433,7 @@ def _check_file(directory: Path, name: str, expected: Written) -> None:
         raise CheckpointError(
             f"{path} has {path.stat().st_size} bytes, but its manifest lists {expected.bytes}"
         )
-    if sha256_of(path) != expected.sha256:
+    if file_sha256(path) != expected.sha256:
         raise CheckpointError(f"{path} does not match the SHA-256 in its manifest")
 
 
@@ -452,7 +454,7 @@ def tokens_dir() -> Path:
     return Path(configured).expanduser() if configured else cache_dir() / "tokens"
 
 
-def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values
+def read_json(path: Path, *, max_bytes: float = _MAX_JSON_BYTES) -> dict[str, Any]:  # Any: JSON values
     """Read a JSON object from a file.
 
     Args:
@@ -466,9 +468,9 @@ def read_json(path: Path, *, most: float = _MAX_JSON_BYTES) -> dict[str, Any]:  
         size = path.stat().st_size
     except FileNotFoundError as error:
         raise ModelError(f"{path} does not exist") from error
-    if size > most:
+    if size > max_bytes:
         raise ModelError(f"{path} has {size} bytes, which is too large for this file")
-    with wrong_input(f"{path} is not valid JSON"):
+    with invalid_input_errors(f"{path} is not valid JSON"):
         value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ModelError(f"{path} contains {type(value).__name__}, not a JSON object")

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 
-def load_user_object(reference: str, *, what: str = "function") -> Any:  # Any: the referenced object
+def load_user_object(reference: str, *, kind: str = "function") -> Any:  # Any: the referenced object
     """Import a function or class by reference.
 
     Args:
@@ -31,10 +31,10 @@ def load_user_object(reference: str, *, what: str = "function") -> Any:  # Any: 
         for n, value in vars(module).items()
         if (inspect.isfunction(value) or inspect.isclass(value)) and not n.startswith("_")
     ]
-    raise ValueError(f"{location} has no {what} {name!r} (it has: {', '.join(known) or 'none'})")
+    raise ValueError(f"{location} has no {kind} {name!r} (it has: {', '.join(known) or 'none'})")
 
 
-def importable_reference(function: object) -> str | None:
+def find_import_reference(function: object) -> str | None:
     """Return the "module:name" by which another process can import this function, or None."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if not inspect.isfunction(function) or function.__closure__ or module in (None, "__main__"):

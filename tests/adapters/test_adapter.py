@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import whet
-from whet.adapters.adapter import adapted, unchanging
+from whet.adapters.adapter import constant_weights, named_adapters
 from whet.adapters.layers.lora_linear import LoRALinear
 from whet.generation.beam_search import beam_search
 from whet.generation.engine import generate_tokens
@@ -22,7 +22,7 @@ def with_adapters(tiny, variant):
 
 def randomize(model, seed):
     torch.manual_seed(seed)
-    for _, layer in adapted(model):
+    for _, layer in named_adapters(model):
         torch.nn.init.normal_(layer.lora_B, std=0.3)
 
 
@@ -65,16 +65,16 @@ def test_operands_are_computed_once_per_generation(tiny, variant, generate, monk
     operands = LoRALinear.operands
     monkeypatch.setattr(LoRALinear, "operands", lambda layer: (calls.append(layer), operands(layer))[1])
     generate(model)
-    assert sorted(map(id, calls)) == sorted(id(layer) for _, layer in adapted(model))
-    assert all(layer.weight_cache is None for _, layer in adapted(model))
+    assert sorted(map(id, calls)) == sorted(id(layer) for _, layer in named_adapters(model))
+    assert all(layer.weight_cache is None for _, layer in named_adapters(model))
 
 
 def test_nested_blocks_share_the_cache(tiny):
     model = with_adapters(tiny, "lora")
-    layer = next(module for _, module in adapted(model))
-    with unchanging(model):
+    layer = next(module for _, module in named_adapters(model))
+    with constant_weights(model):
         value = layer.cached("x", object)
-        with unchanging(model):
+        with constant_weights(model):
             assert layer.cached("x", object) is value
         assert layer.cached("x", object) is value
     assert layer.cached("x", object) is not layer.cached("x", object)
@@ -90,7 +90,7 @@ def test_gradients_are_unchanged_by_the_cache(tiny):
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
     expected = gradients()
-    with unchanging(model):
+    with constant_weights(model):
         with torch.no_grad():
             model(rows)  # fills the cache
         actual = gradients()
@@ -101,5 +101,5 @@ def test_gradients_are_unchanged_by_the_cache(tiny):
 def test_sharded_models_cache_nothing(tiny):
     model = with_adapters(tiny, "lora")
     model.unshard = lambda: None
-    with unchanging(model):
-        assert all(layer.weight_cache is None for _, layer in adapted(model))
+    with constant_weights(model):
+        assert all(layer.weight_cache is None for _, layer in named_adapters(model))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from whet.adapters import fused_lora
-from whet.adapters.adapter import LoRASettings, unchanging
+from whet.adapters.adapter import LoRASettings, constant_weights
 from whet.adapters.layers.lora_linear import LoRALinear
 
 
@@ -58,7 +58,7 @@ def test_only_the_update_reads_the_input_after_dropout(biased):
         random_tensor(12, 4),
     )
     operands = fused_lora.Operands(weight, bias, a, b, 0.5)
-    [actual] = fused_lora.low_rank_products(x, [operands], update_input)
+    [actual] = fused_lora.fused_lora_outputs(x, [operands], update_input)
     expected = torch.nn.functional.linear(x, weight, bias) + 0.5 * update_input @ a.T @ b.T
     torch.testing.assert_close(actual, expected)
     upstream = torch.randn_like(expected)
@@ -72,7 +72,7 @@ def test_only_the_update_reads_the_input_after_dropout(biased):
 @pytest.mark.parametrize("num_leading", [None, 64, 96])
 def test_fused_layers_match_the_formula(dtype, tolerance, scales, num_leading, monkeypatch):
     if num_leading is not None:  # as on a GPU
-        monkeypatch.setattr(fused_lora, "_first_columns", lambda weight: num_leading)
+        monkeypatch.setattr(fused_lora, "_num_leading_columns", lambda weight: num_leading)
     torch.manual_seed(0)
     wide = torch.float64
 
@@ -84,7 +84,7 @@ def test_fused_layers_match_the_formula(dtype, tolerance, scales, num_leading, m
     for out, rank, scale in zip((12, 7), (4, 3), scales, strict=True):
         a, b = random_tensor(rank, 96).requires_grad_(), random_tensor(out, rank).requires_grad_()
         layers.append(fused_lora.Operands(random_tensor(out, 96), random_tensor(out), a, b, scale))
-    actual = fused_lora.low_rank_products(x, layers)
+    actual = fused_lora.fused_lora_outputs(x, layers)
     leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]
     exact = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
     pairs = zip(exact[1::2], exact[2::2], layers, strict=True)
@@ -107,7 +107,7 @@ def test_fused_layers_match_the_formula(dtype, tolerance, scales, num_leading, m
 @pytest.mark.parametrize("num_leading", [None, 64, 96])
 def test_prepared_layers_match_the_formula(dtype, tolerance, num_leading, quantised, monkeypatch):
     if num_leading is not None:  # as on a GPU
-        monkeypatch.setattr(fused_lora, "_first_columns", lambda weight: num_leading)
+        monkeypatch.setattr(fused_lora, "_num_leading_columns", lambda weight: num_leading)
     torch.manual_seed(0)
     wide = torch.float64
 
@@ -123,14 +123,14 @@ def test_prepared_layers_match_the_formula(dtype, tolerance, num_leading, quanti
         weight = Base(random_tensor(out, 96)) if quantised else random_tensor(out, 96)
         a, b = (torch.randn(shape) for shape in ((rank, 96), (out, rank)))  # float32, as they are trained
         layers.append(fused_lora.Operands(weight, random_tensor(out) if bias else None, a, b, scale))
-    prepared = fused_lora.Settled(layers)
+    prepared = fused_lora.PreparedLayers(layers)
     with torch.no_grad():
         actual = prepared(x)
     for ours, layer in zip(actual, layers, strict=True):
         assert ours.dtype == dtype
         bias = None if layer.bias is None else layer.bias.to(wide)
         a, b = (factor.to(wide) for factor in (layer.a, layer.b))
-        exact = torch.nn.functional.linear(x.to(wide), layer.made().to(wide), bias)
+        exact = torch.nn.functional.linear(x.to(wide), layer.dense_weight().to(wide), bias)
         exact += layer.scale * x.to(wide) @ a.T @ b.T
         torch.testing.assert_close(ours.to(wide), exact, rtol=0, atol=tolerance * float(exact.abs().max()))
 
@@ -143,5 +143,5 @@ def test_empty_input_gives_empty_output(shape):
     y.sum().backward()
     assert y.shape == (*shape[:-1], 8)
     assert not layer.lora_A.grad.any()
-    with torch.no_grad(), unchanging(layer):
+    with torch.no_grad(), constant_weights(layer):
         assert layer(x).shape == y.shape

@@ -7,7 +7,14 @@ from torch import nn
 
 import whet
 from tiny_adapters import load, load_theirs, shake, tokens, write_base
-from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModule, adapted, replace_module
+from whet.adapters.adapter import (
+    Adapter,
+    LoRASettings,
+    StoredLayer,
+    StoredModule,
+    named_adapters,
+    replace_module,
+)
 from whet.adapters.nf4 import NF4Linear
 
 
@@ -36,7 +43,7 @@ class OutputScaleAsDoRA(OutputScale):
         weight = self.base.weight
         a, b = torch.zeros(4, weight.shape[1]), torch.zeros(weight.shape[0], 4)
         layer = StoredLayer(LoRASettings(4, variant="dora"), a, b, self.gain.detach() * weight.norm(dim=1))
-        return StoredModule.of_layer(layer)
+        return StoredModule.from_layer(layer)
 
 
 @pytest.fixture(scope="module", params=["llama", "bridge"])
@@ -51,14 +58,14 @@ def attach_scales(model, kind, leaf):
         if name.endswith(f".{leaf}"):
             replace_module(model, name, kind(module))
             nn.init.uniform_(model.get_submodule(name).gain, 0.5, 1.5)
-    assert any(isinstance(module, kind) for _, module in adapted(model))
+    assert any(isinstance(module, kind) for _, module in named_adapters(model))
     return model
 
 
 def logits_by_formula(directory, model):
     """Return the logits of the transformers model with its weights multiplied in float64."""
     theirs = load_theirs(directory)
-    for name, module in adapted(model):
+    for name, module in named_adapters(model):
         linear = theirs.get_submodule(model.hf_name(name))
         gain = module.gain.detach().double()
         linear.weight.data = (gain[:, None] * linear.weight.data.double()).float()
@@ -101,7 +108,7 @@ def test_merged_and_saved_models_match_the_formula(base, tmp_path, leaf):
     written = load_theirs(tmp_path / "model")(input_ids=tokens()).logits.detach()
     torch.testing.assert_close(written, expected, rtol=1e-4, atol=1e-4)
     whet.merge(model)
-    assert not list(adapted(model))
+    assert not list(named_adapters(model))
     assert_same_logits(model, expected)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from whet.adapters import nf4
-from whet.adapters.nf4 import CODES, NF4Linear, dequantise, quantise
+from whet.adapters.nf4 import CODES, NF4Linear, dequantize_nf4, quantize_nf4
 
 SHAPES = [(64, 64), (96, 160), (7, 31), (300, 64), (3, 43)]
 
@@ -14,7 +14,7 @@ SHAPES = [(64, 64), (96, 160), (7, 31), (300, 64), (3, 43)]
 @pytest.fixture(params=["bitsandbytes", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(nf4, "bitsandbytes", lambda: None)
+        monkeypatch.setattr(nf4, "bitsandbytes_functional", lambda: None)
     else:
         pytest.importorskip("bitsandbytes")
     return request.param
@@ -50,7 +50,7 @@ def reference(matrix):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_equal_a_numpy_reference(backend, shape):
     matrix = weight(shape)
-    values = dequantise(quantise(matrix), shape, torch.float32)
+    values = dequantize_nf4(quantize_nf4(matrix), shape, torch.float32)
     torch.testing.assert_close(values.double(), reference(matrix), rtol=1e-5, atol=1e-5)
 
 
@@ -60,7 +60,7 @@ def test_torch_matches_bitsandbytes_bit_for_bit(monkeypatch, shape, dtype):
     bnb = pytest.importorskip("bitsandbytes.functional")
     matrix = weight(shape, dtype)
     codes, state = bnb.quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4")
-    packed = quantise(matrix)
+    packed = quantize_nf4(matrix)
     assert torch.equal(packed["codes"], codes.flatten())
     # its CPU kernel misses the nearest of 256 codes for about 1 scale in 700; its CUDA kernel does not
     state.absmax = nearest_scales(bnb, matrix)
@@ -68,9 +68,9 @@ def test_torch_matches_bitsandbytes_bit_for_bit(monkeypatch, shape, dtype):
     if matrix.numel() % 64 == 0:
         state.shape = (matrix.numel() // 64, 64)  # its CPU kernel is wrong if a block starts inside a row
     expected = bnb.dequantize_4bit(codes, state).view(shape)
-    assert torch.equal(dequantise(packed, shape, dtype), expected)
-    monkeypatch.setattr(nf4, "bitsandbytes", lambda: None)
-    assert torch.equal(dequantise(packed, shape, dtype), expected)
+    assert torch.equal(dequantize_nf4(packed, shape, dtype), expected)
+    monkeypatch.setattr(nf4, "bitsandbytes_functional", lambda: None)
+    assert torch.equal(dequantize_nf4(packed, shape, dtype), expected)
 
 
 def nearest_scales(bnb, matrix):
@@ -84,12 +84,14 @@ def nearest_scales(bnb, matrix):
 def test_first_value_is_in_the_high_half(backend):
     matrix = torch.zeros(1, 64)
     matrix[0, 0], matrix[0, 1] = 1.0, -1.0
-    assert quantise(matrix)["codes"][0] == 15 << 4
+    assert quantize_nf4(matrix)["codes"][0] == 15 << 4
 
 
 def test_zeros_of_odd_shapes_round_trip(backend):
     for shape in ((1, 1), (3, 43), (2, 64)):
-        assert torch.equal(dequantise(quantise(torch.zeros(shape)), shape, torch.float32), torch.zeros(shape))
+        assert torch.equal(
+            dequantize_nf4(quantize_nf4(torch.zeros(shape)), shape, torch.float32), torch.zeros(shape)
+        )
 
 
 def test_at_most_052_bytes_per_weight(backend):
@@ -122,7 +124,7 @@ def test_casting_the_model_does_not_round_the_scales(backend):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_meta_tensors_have_the_same_sizes(shape):
-    real, planned = quantise(weight(shape)), quantise(torch.empty(shape, device="meta"))
+    real, planned = quantize_nf4(weight(shape)), quantize_nf4(torch.empty(shape, device="meta"))
     assert {name: (t.shape, t.dtype) for name, t in real.items()} == {
         name: (t.shape, t.dtype) for name, t in planned.items()
     }

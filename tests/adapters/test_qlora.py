@@ -15,9 +15,9 @@ from tiny_adapters import load, shake, tokens, write_base
 from whet.adapters import nf4
 from whet.adapters.adapter import adapters_off
 from whet.adapters.nf4 import NF4Linear
-from whet.adapters.qlora import quantised_weights
+from whet.adapters.qlora import quantized_size
 from whet.errors import ConfigError, ModelError
-from whet.model_io.load import load_quantised
+from whet.model_io.load import load_quantized
 from whet.training.callbacks import Callback, StopRun
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def base(request, tmp_path_factory):
 @pytest.fixture(params=["bitsandbytes", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(nf4, "bitsandbytes", lambda: None)
+        monkeypatch.setattr(nf4, "bitsandbytes_functional", lambda: None)
 
 
 class StopAt(Callback):
@@ -56,7 +56,7 @@ def dense_twin(model, directory):
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_logits_and_gradients_match_the_dequantized_base(base, backend, variant, dropout):
     settings = {"rank": 3, "alpha": 5, "variant": variant, "dropout": dropout}
-    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    model = load_quantized(base, dtype=torch.float32, device=CPU)
     twin = dense_twin(model, base)
     for network in (model, twin):
         torch.manual_seed(1)
@@ -80,7 +80,7 @@ def test_logits_and_gradients_match_the_dequantized_base(base, backend, variant,
 def test_peft_on_bitsandbytes_gives_the_same_logits(tmp_path, kind):
     pytest.importorskip("bitsandbytes")
     base = write_base(tmp_path / "base", kind, width=64)  # whole blocks in a row: see test_nf4
-    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    model = load_quantized(base, dtype=torch.float32, device=CPU)
     shake(whet.attach_lora(model, rank=3, alpha=5))
     whet.save_adapter(model, tmp_path / "adapter")
     config = BitsAndBytesConfig(
@@ -111,7 +111,7 @@ def test_peft_on_bitsandbytes_gives_the_same_logits(tmp_path, kind):
 
 @pytest.mark.parametrize("variant", ["lora", "dora", "pissa"])
 def test_no_dense_weight_is_saved_for_backward(tmp_path, variant):
-    model = load_quantised(write_base(tmp_path, "llama", width=128), dtype=torch.float32, device=CPU)
+    model = load_quantized(write_base(tmp_path, "llama", width=128), dtype=torch.float32, device=CPU)
     whet.attach_lora(model, rank=2, variant=variant)
     saved_sizes = []
     x = torch.randn(3, 128, requires_grad=True)
@@ -122,7 +122,7 @@ def test_no_dense_weight_is_saved_for_backward(tmp_path, variant):
 
 
 def test_saved_adapter_loads_on_the_same_quantized_base(base, backend, tmp_path):
-    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    model = load_quantized(base, dtype=torch.float32, device=CPU)
     with torch.no_grad():
         base_logits = model(tokens())
         assert not torch.allclose(base_logits, load(base)(tokens()), atol=1e-3), (
@@ -138,7 +138,7 @@ def test_saved_adapter_loads_on_the_same_quantized_base(base, backend, tmp_path)
 
 
 def test_merging_uses_the_quantized_base(base, backend, tmp_path):
-    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    model = load_quantized(base, dtype=torch.float32, device=CPU)
     shake(whet.attach_lora(model, rank=3, targets="qv"))
     with torch.no_grad():
         before = model(tokens())
@@ -147,7 +147,7 @@ def test_merging_uses_the_quantized_base(base, backend, tmp_path):
         torch.testing.assert_close(load(tmp_path / "merged")(tokens()), before, rtol=1e-4, atol=1e-4)
         whet.merge(model)
         torch.testing.assert_close(model(tokens()), before, rtol=1e-4, atol=1e-4)
-    assert quantised_weights(model) == (0, 0)
+    assert quantized_size(model) == (0, 0)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
@@ -170,14 +170,14 @@ def test_run_learns_resumes_exactly_and_loads_its_quantized_base(
     config = json.loads((uninterrupted.directory / "final" / "base_quantization.json").read_text())
     assert config == {"kind": "nf4", "block_size": 64, "double_quantization": True}
     model = load(uninterrupted.directory)
-    assert quantised_weights(model)[0] == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert quantized_size(model)[0] == 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     log = (uninterrupted.directory / "log.txt").read_text()
     assert "weights in NF4" in log
     assert "parameters: 31,008" in log, "quantized weights are counted too"
 
 
 def test_4_bit_module_cannot_be_trained_in_full(base):
-    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    model = load_quantized(base, dtype=torch.float32, device=CPU)
     with pytest.raises(
         ConfigError, match="mlp.gate_proj is quantized to 4 bits and cannot be trained in full"
     ):
@@ -189,7 +189,7 @@ def test_4_bit_module_cannot_be_trained_in_full(base):
 
 
 def test_unknown_quantization_is_rejected(base, tmp_path):
-    model = load_quantised(base, dtype=torch.float32, device=CPU)
+    model = load_quantized(base, dtype=torch.float32, device=CPU)
     whet.save_adapter(whet.attach_lora(model, rank=2), tmp_path / "adapter")
     (tmp_path / "adapter" / "base_quantization.json").write_text('{"kind": "int3"}')
     with pytest.raises(ModelError, match="unsupported quantization of the base model: {'kind': 'int3'}"):
@@ -238,7 +238,7 @@ def test_checkpoint_loads_on_the_quantized_base(tiny_directory, tmp_path, varian
     final, stored = (
         whet.load(at, dtype=torch.float32, device="cpu")[0] for at in (run.directory, checkpoint)
     )
-    assert quantised_weights(stored) == quantised_weights(final)
-    assert quantised_weights(stored)[0] > 0
+    assert quantized_size(stored) == quantized_size(final)
+    assert quantized_size(stored)[0] > 0
     with torch.no_grad():
         torch.testing.assert_close(stored(tokens()), final(tokens()), rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ import yaml
 
 import whet
 from tiny import run_config
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.studies.advise import advise
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -139,7 +139,7 @@ def test_examples_run(name, tiny_directory, tmp_path):
 
 
 def advices(tiny_directory, tmp_path, **sections):
-    config = make_config(settings(tiny_directory, tmp_path, **sections))
+    config = validate_config(settings(tiny_directory, tmp_path, **sections))
     return {advice.key: advice for advice in advise(config)}
 
 
@@ -199,7 +199,7 @@ def test_advise_reports_unusual_settings_with_recommendations(
 
 
 def test_advise_supports_other_objectives(tiny_directory, tmp_path):
-    config = make_config(run_config(tiny_directory, tmp_path))
+    config = validate_config(run_config(tiny_directory, tmp_path))
     keys = {advice.key for advice in advise(config)}
     assert keys == {
         "optim.lr",
@@ -223,7 +223,7 @@ def test_advise_names_keys_of_mix_parts(cli, tiny_directory, tmp_path):
     values = run_config(tiny_directory, tmp_path, objective={"kind": "mix", "parts": parts})
     del values["data"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    severities = {advice.key: advice.severity for advice in advise(make_config(values))}
+    severities = {advice.key: advice.severity for advice in advise(validate_config(values))}
     assert severities == {
         "optim.lr": "warn",
         "method.alpha": "warn",
@@ -249,7 +249,7 @@ def test_advise_on_grpo_skips_example_checks(tiny_directory, tmp_path):
     run = {"steps": None, "epochs": 2}
     for sections in ({}, {"run": run}):
         values = run_config(tiny_directory, tmp_path, objective=rewarded, **sections)
-        keys = {advice.key for advice in advise(make_config(values))}
+        keys = {advice.key for advice in advise(validate_config(values))}
         assert {"optim.lr", "method.alpha", "optim.clip"} <= keys
         assert keys.isdisjoint({"run.batch_size", "data.max_length"})
 

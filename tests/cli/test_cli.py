@@ -213,7 +213,7 @@ def test_train_prints_test_metrics(cli, tmp_path, tiny_directory):
 
 
 def test_unexpected_error_prints_one_line_with_debug_hint(cli, monkeypatch):
-    monkeypatch.setattr("whet.model_io.hub.resolve", lambda name: 1 / 0)
+    monkeypatch.setattr("whet.model_io.hub.resolve_model", lambda name: 1 / 0)
     code, _, err = cli("pull", "x")
     assert code == 1
     assert err.splitlines() == [
@@ -356,7 +356,7 @@ def test_doctor_shows_device_precision_versions_and_cache(cli):
 def test_doctor_shows_whether_kernels_are_available_on_a_gpu(cli, monkeypatch, problem):
     from whet.cli import doctor
 
-    monkeypatch.setattr("whet.ops.dispatch.kernels_problem", lambda: problem)
+    monkeypatch.setattr("whet.ops.dispatch.kernel_build_problem", lambda: problem)
     expected = "whet's Triton kernels" if problem is None else f"plain torch: {problem}"
     assert doctor._describe_kernels(torch.device("cuda")) == {"kernels": expected}
     assert doctor._describe_kernels(torch.device("cpu")) == {}
@@ -493,7 +493,7 @@ def test_missing_output_directory_exits_2_and_full_disk_does_not(cli, trained, t
         if event == "write" and "html" in path.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(storage, "boundary", full)
+    monkeypatch.setattr(storage, "before_file_operation", full)
     code, _, err = cli("report", trained)
     assert code == 1
     assert "No space left on device" in err

@@ -83,8 +83,8 @@ def test_data_counts_record_formats(cli, config, monkeypatch):
         "1 text, without a chat template"
     )
     assert f"4 ({shapes})" in out
-    monkeypatch.setattr("whet.data.inspect.data_facts.SHAPES_COUNTED", 2)
-    monkeypatch.setattr("whet.reporting.data.data_wording.SHAPES_COUNTED", 2)
+    monkeypatch.setattr("whet.data.inspect.data_facts.MAX_COUNTED_FORMATS", 2)
+    monkeypatch.setattr("whet.reporting.data.data_wording.MAX_COUNTED_FORMATS", 2)
     _, out, _ = cli("data", path)
     assert "; 1 completion, with the chat template; of the first 2)" in out
     _, out, _ = cli("data", config())

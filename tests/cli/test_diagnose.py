@@ -38,14 +38,14 @@ def test_healthy_model_is_fine_with_strict(cli, quality):
 
 def change_model(monkeypatch, change):
     """Let a command look at another model than the one it built."""
-    original = diagnose.examine
+    original = diagnose.diagnose_batch
 
     def examine(model, objective, batch):
         with torch.no_grad():
             change(model)
         return original(model, objective, batch)
 
-    monkeypatch.setattr(diagnose, "examine", examine)
+    monkeypatch.setattr(diagnose, "diagnose_batch", examine)
 
 
 def test_overflow_is_major_and_strict_exits_4(cli, quality, monkeypatch):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 import whet
 from tiny import run_config, write_tiny_model, write_tokenizer
 from whet.model_io.export.export_check import check_export
-from whet.model_io.export.export_model import load_exact, write_export
+from whet.model_io.export.export_model import load_for_export, write_export
 from whet.model_io.formats.adapter_files import LAYOUTS
 from whet.model_io.load import load_base
 
@@ -211,8 +211,10 @@ def test_export_rejects_unsupported_layout(cli, run):
 
 @pytest.mark.skipif(find_spec("mlx_lm") is not None, reason="mlx_lm is installed")
 def test_mlx_check_without_mlx_is_reported_as_skipped(run, tmp_path, cli, monkeypatch):
-    [result] = check_export(load_exact(run), tmp_path, "mlx", dtype=torch.float32, kind="", tolerance=None)
-    assert (result.passed, result.needed) == (None, True)
+    [result] = check_export(
+        load_for_export(run), tmp_path, "mlx", dtype=torch.float32, kind="", tolerance=None
+    )
+    assert (result.passed, result.is_required) == (None, True)
     assert result.text == "mlx_lm is not installed"
     monkeypatch.setattr("whet.model_io.export.export_model.save_adapter", lambda *_, **__: None)
     code, out, _ = cli("export", run, "--to", "mlx", "--check")
@@ -229,7 +231,7 @@ def spoil(path, change):
 
 @pytest.mark.parametrize("layout", ["hf", "peft"])
 def test_check_detects_wrong_weights(run, tmp_path, layout):
-    loaded = load_exact(run)
+    loaded = load_for_export(run)
     settings = {"dtype": torch.float32, "kind": "f16", "tolerance": None}
     write_export(loaded, tmp_path / "out", layout, **settings)
     assert check_export(loaded, tmp_path / "out", layout, **settings)[0].passed
@@ -247,8 +249,8 @@ def test_check_detects_wrong_weights(run, tmp_path, layout):
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
 def test_check_detects_gguf_of_another_model(run, tiny_directory, tmp_path, kind):
     settings = {"dtype": torch.float32, "kind": kind, "tolerance": None}
-    write_export(load_exact(tiny_directory), tmp_path / "base.gguf", "gguf", **settings)
-    loaded = load_exact(run)
+    write_export(load_for_export(tiny_directory), tmp_path / "base.gguf", "gguf", **settings)
+    loaded = load_for_export(run)
     write_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
     assert all(
         result.passed is not False
@@ -261,7 +263,7 @@ def test_check_detects_gguf_of_another_model(run, tiny_directory, tmp_path, kind
 
 def test_gguf_check_compares_tokens_and_template(run, tmp_path):
     settings = {"dtype": torch.float32, "kind": "f16", "tolerance": None}
-    loaded = load_exact(run)
+    loaded = load_for_export(run)
     write_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
     loaded.tokenizer.chat_template = "{{ messages }}"
     results = check_export(loaded, tmp_path / "out.gguf", "gguf", **settings)
@@ -272,7 +274,7 @@ def test_adapter_on_adapter_cannot_be_checked_with_peft(run, tmp_path):
     model, tokenizer = load_base(run, dtype=torch.float32, device="cpu")
     model.name = str(run)
     whet.save_adapter(whet.attach_lora(model), tmp_path / "second", tokenizer=tokenizer)
-    loaded = load_exact(tmp_path / "second")
+    loaded = load_for_export(tmp_path / "second")
     settings = {"dtype": torch.float32, "kind": "", "tolerance": None}
     write_export(loaded, tmp_path / "out", "peft", **settings)
     [result] = check_export(loaded, tmp_path / "out", "peft", **settings)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from tiny import run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.planning.plan import plan_run
 from whet.studies.advise import advise
 
@@ -55,8 +55,8 @@ def test_run_starts_from_a_checkpoint(tiny_directory, tmp_path, before, after):
     # a step of this rate changes nothing
     config = run_config(checkpoint, tmp_path / "after", optim={"lr": 1e-12}, run={"steps": 1})
     config["method"] = methods.get(after, {"kind": after, "rank": 4})
-    assert advise(make_config(config)) is not None
-    assert plan_run(make_config(config)).memory
+    assert advise(validate_config(config)) is not None
+    assert plan_run(validate_config(config)).memory
     final = whet.train(config).directory / "final"
     torch.testing.assert_close(loaded_logits(final.parent), expected, rtol=1e-4, atol=1e-4)
     # checkpoints can be deleted, so the base of an adapter is stored with it
@@ -110,8 +110,8 @@ def test_run_with_own_base_does_not_need_the_original(on_top, tmp_path):
     expected = loaded_logits(on_top / "checkpoints" / "step-000002")
     torch.testing.assert_close(loaded_logits(checkpoint), expected, rtol=1e-4, atol=1e-4)
     after = run_config(checkpoint, tmp_path / "after", run={"steps": 1})
-    assert advise(make_config(after)) is not None
-    assert plan_run(make_config(after)).memory
+    assert advise(validate_config(after)) is not None
+    assert plan_run(validate_config(after)).memory
 
 
 def test_merge_adapter_checkpoints(cli, tiny_directory, tmp_path):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import whet
 from tiny import run_config
-from whet.error_boundary import one_line, printable
+from whet.error_boundary import escape_control_characters, escape_to_one_line
 from whet.errors import DataError, RunError
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m"
@@ -214,8 +214,8 @@ def test_cpu_out_of_memory_outside_of_training(cli, directory, monkeypatch):
 
 
 def test_control_characters_are_escaped():
-    assert printable("a\x1b[31m\x9b\x7f\r\n\tb\rc") == "a\\x1b[31m\\x9b\\x7f\r\n\tb\\x0dc"
-    assert one_line("a\nb\tc\x1b") == "a\\nb\\tc\\x1b"
+    assert escape_control_characters("a\x1b[31m\x9b\x7f\r\n\tb\rc") == "a\\x1b[31m\\x9b\\x7f\r\n\tb\\x0dc"
+    assert escape_to_one_line("a\nb\tc\x1b") == "a\\nb\\tc\\x1b"
 
 
 def test_errors_and_names_are_escaped_on_a_terminal(cli, tmp_path, monkeypatch):

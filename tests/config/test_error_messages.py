@@ -6,7 +6,7 @@ import pytest
 
 from whet.config.checks.error_messages import _paths
 from whet.config.checks.other_tools import OTHER_TOOLS
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.optim import Optim
 from whet.config.run import Run
 from whet.config.run_config import RunConfig
@@ -17,7 +17,7 @@ GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_s
 
 def error_message(values):
     with pytest.raises(ConfigError) as caught:
-        make_config(values)
+        validate_config(values)
     return str(caught.value)
 
 

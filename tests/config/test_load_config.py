@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from whet.config.load_config import describe_keys, load_config, make_config, to_yaml
+from whet.config.load_config import describe_keys, load_config, to_yaml, validate_config
 from whet.errors import ConfigError
 
 GOOD = {"model": "m", "data": {"train": "a.jsonl"}, "run": {"steps": 3, "batch_size": 4}}
@@ -173,7 +173,7 @@ def test_override_in_place_of_the_file_has_a_hint():
 
 def test_resolved_config_round_trips(tmp_path):
     data = {"train": "a.jsonl", "valid": "b.jsonl"}
-    config = make_config({**GOOD, "data": data, "eval": {"early_stop": {}}, "method": {"layers": [0, 1]}})
+    config = validate_config({**GOOD, "data": data, "eval": {"early_stop": {}}, "method": {"layers": [0, 1]}})
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
@@ -182,16 +182,16 @@ def test_resolved_config_round_trips(tmp_path):
 )
 def test_text_that_looks_like_another_type_round_trips(tmp_path, text):
     run = {**GOOD["run"], "name": text}
-    config = make_config({"model": text, "data": {"train": text}, "run": run, "optim": {"lr": 1e-5}})
+    config = validate_config({"model": text, "data": {"train": text}, "run": run, "optim": {"lr": 1e-5}})
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
 def test_home_directory_in_run_dir_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = {**GOOD["run"], "name": "~"}
-    assert make_config({**GOOD, "run": {**run, "dir": "~/myruns"}}).directory == tmp_path / "myruns" / "~"
+    assert validate_config({**GOOD, "run": {**run, "dir": "~/myruns"}}).directory == tmp_path / "myruns" / "~"
     with pytest.raises(ConfigError, match=r"run\.dir: the home directory in ~nobody-here/x does not exist"):
-        _ = make_config({**GOOD, "run": {**run, "dir": "~nobody-here/x"}}).directory
+        _ = validate_config({**GOOD, "run": {**run, "dir": "~nobody-here/x"}}).directory
 
 
 def test_sources_can_be_names_lists_or_weighted_lists(tmp_path):
@@ -238,7 +238,7 @@ def test_objectives_with_other_data_cannot_be_mixed(objective):
     sft = {"objective": {"kind": "sft"}, "data": {"train": "a.jsonl"}}
     mix = {"kind": "mix", "parts": [sft, {"objective": objective, "data": {"train": "b.jsonl"}}]}
     with pytest.raises(ConfigError, match=f"{objective['kind']} cannot be part of a mix"):
-        make_config({"model": "m", "objective": mix, "run": {"steps": 3, "batch_size": 4}})
+        validate_config({"model": "m", "objective": mix, "run": {"steps": 3, "batch_size": 4}})
 
 
 def test_describe_keys_marks_only_universally_required_keys():

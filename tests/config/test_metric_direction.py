@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.config.metric_direction import falls
+from whet.config.metric_direction import lower_is_better
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from whet.config.metric_direction import falls
     ],
 )
 def test_losses_divergences_and_costs_fall(metric):
-    assert falls(metric)
+    assert lower_is_better(metric)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_losses_divergences_and_costs_fall(metric):
     ],
 )
 def test_scores_and_rates_rise(metric):
-    assert not falls(metric)
+    assert not lower_is_better(metric)
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_scores_and_rates_rise(metric):
     ],
 )
 def test_losses_of_heads_failures_and_errors_fall(metric):
-    assert falls(metric)
+    assert lower_is_better(metric)

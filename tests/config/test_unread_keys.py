@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 
 from tiny import run_config
-from whet.config.checks.error_messages import inner_sections
-from whet.config.checks.unread_keys import unread_by_objective, unread_lines
-from whet.config.load_config import make_config, to_dict
+from whet.config.checks.error_messages import nested_sections
+from whet.config.checks.unread_keys import objective_keys_without_effect, unused_key_messages
+from whet.config.load_config import to_dict, validate_config
 from whet.config.optim import ScheduleKind
 from whet.config.run_config import RunConfig
 from whet.config.section import key_info
@@ -58,9 +58,11 @@ FULL = {"kind": "full"}
     ],
 )  # fmt: skip
 def test_key_without_effect_is_reported(tiny_directory, tmp_path, sections, key, choice):
-    config = make_config(clean(tiny_directory, tmp_path, **sections))
-    assert unread_lines(config) == [f"{key} has no effect with {choice}"]
-    assert unread_lines(make_config(to_dict(config))) == unread_lines(config)  # with every default explicit
+    config = validate_config(clean(tiny_directory, tmp_path, **sections))
+    assert unused_key_messages(config) == [f"{key} has no effect with {choice}"]
+    assert unused_key_messages(validate_config(to_dict(config))) == unused_key_messages(
+        config
+    )  # with every default explicit
 
 
 @pytest.mark.parametrize(
@@ -83,9 +85,9 @@ def test_key_without_effect_is_reported(tiny_directory, tmp_path, sections, key,
     ],
 )
 def test_key_with_effect_is_not_reported(tiny_directory, tmp_path, sections):
-    config = make_config(clean(tiny_directory, tmp_path, **sections))
-    assert unread_lines(config) == []
-    assert unread_lines(make_config(to_dict(config))) == []
+    config = validate_config(clean(tiny_directory, tmp_path, **sections))
+    assert unused_key_messages(config) == []
+    assert unused_key_messages(validate_config(to_dict(config))) == []
 
 
 def test_keys_without_effect_in_mix_parts_are_reported(tiny_directory, tmp_path):
@@ -95,7 +97,7 @@ def test_keys_without_effect_in_mix_parts_are_reported(tiny_directory, tmp_path)
     ]
     config = clean(tiny_directory, tmp_path, objective={"kind": "mix", "parts": parts})
     del config["data"]
-    assert unread_lines(make_config(config)) == [
+    assert unused_key_messages(validate_config(config)) == [
         "objective.parts.0.data.curriculum.ramp has no effect with "
         "objective.parts.0.data.curriculum.kind: length",
         "objective.parts.1.objective.gamma has no effect with objective.parts.1.objective.kind: ipo",
@@ -107,8 +109,8 @@ def test_conditions_refer_to_existing_keys_and_values():
     sections, conditions = [RunConfig], 0
     for section in sections:
         for field in section.model_fields.values():
-            sections += [inner for inner in inner_sections(field.annotation) if inner not in sections]
-            if (read_by := key_info(field).read_by) is None:
+            sections += [inner for inner in nested_sections(field.annotation) if inner not in sections]
+            if (read_by := key_info(field).used_when) is None:
                 continue
             switch = section.model_fields[read_by.switch]
             known = get_args(ScheduleKind if read_by.switch == "schedule" else switch.annotation)
@@ -133,7 +135,7 @@ def test_conditions_refer_to_existing_keys_and_values():
     ],
 )
 def test_keys_without_effect_in_plain_objective_values(values, keys):
-    assert unread_by_objective(values) == keys
+    assert objective_keys_without_effect(values) == keys
 
 
 def clean(tiny_directory, tmp_path, **sections):

@@ -24,7 +24,7 @@ class Rendered:
         self.render, self.encode = Renderer(tokenizer, **settings), Encoder(tokenizer)
 
     def example(self, record):
-        return self.encode.example(self.render.render(record))
+        return self.encode.encode_one(self.render.render(record))
 
     def question(self, record):
         prompt = self.render.render_question(record)

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.config.load_config import make_config
-from whet.data.class_balance import oversampled, select_held_out
-from whet.data.class_labels import Labels
+from whet.config.load_config import validate_config
+from whet.data.class_balance import oversample_indices, select_held_out
+from whet.data.class_labels import ClassLabels
 from whet.data.sources.record_formats import normalize_record
 from whet.data.synthetic.generators import generate
 from whet.data.synthetic.shell_safety import CLASSES, FAULTS, shell_faults, shell_safety
 from whet.errors import DataError
 
-ONE = Labels(["a", "b", "c"])
-MANY = Labels(["a", "b", "c"], multi_label=True)
+ONE = ClassLabels(["a", "b", "c"])
+MANY = ClassLabels(["a", "b", "c"], multi_label=True)
 
 
 @pytest.mark.parametrize(
@@ -31,22 +31,22 @@ MANY = Labels(["a", "b", "c"], multi_label=True)
         (MANY, {"labels": [1]}, (0.0, 1.0, 0.0)),
         (MANY, {"labels": []}, (0.0, 0.0, 0.0)),
         (MANY, {"label": "b"}, (0.0, 1.0, 0.0)),
-        (Labels(["1", "0"]), {"label": 1}, (0.0,)),  # a name has priority over an index
-        (Labels(["1", "2", "3"]), {"label": 3}, (2.0,)),
-        (Labels(["1", "2", "3"], multi_label=True), {"labels": [1, 3]}, (1.0, 0.0, 1.0)),
-        (Labels(["True", "False"]), {"label": True}, (0.0,)),
-        (Labels(["true", "false"]), {"label": False}, (1.0,)),
-        (Labels(["True", "False", "x"], multi_label=True), {"labels": [False]}, (0.0, 1.0, 0.0)),
-        (Labels(["ham", "spam"]), {"label": True}, (1.0,)),
+        (ClassLabels(["1", "0"]), {"label": 1}, (0.0,)),  # a name has priority over an index
+        (ClassLabels(["1", "2", "3"]), {"label": 3}, (2.0,)),
+        (ClassLabels(["1", "2", "3"], multi_label=True), {"labels": [1, 3]}, (1.0, 0.0, 1.0)),
+        (ClassLabels(["True", "False"]), {"label": True}, (0.0,)),
+        (ClassLabels(["true", "false"]), {"label": False}, (1.0,)),
+        (ClassLabels(["True", "False", "x"], multi_label=True), {"labels": [False]}, (0.0, 1.0, 0.0)),
+        (ClassLabels(["ham", "spam"]), {"label": True}, (1.0,)),
         (ONE, {"label": 2.0}, (2.0,)),  # as in tables with missing values
-        (Labels(["1", "2", "3"]), {"label": 3.0}, (2.0,)),
+        (ClassLabels(["1", "2", "3"]), {"label": 3.0}, (2.0,)),
         (MANY, {"labels": [0.3, 0.7, 0.9]}, (0.3, 0.7, 0.9)),
         (MANY, {"labels": [0, 0.5, True]}, (0.0, 0.5, 1.0)),
         (MANY, {"labels": [0.0, 2.0]}, (1.0, 0.0, 1.0)),
     ],
 )
 def test_label_values(labels, fields, expected):
-    assert labels.values(fields) == expected
+    assert labels.label_values(fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_label_values(labels, fields, expected):
 )
 def test_invalid_labels_are_rejected(labels, fields, message):
     with pytest.raises(DataError, match=message):
-        labels.values(fields)
+        labels.label_values(fields)
 
 
 def test_unquoted_yaml_classes_match_boolean_labels():
-    section = make_config(
+    section = validate_config(
         {
             "model": "m",
             "objective": {"kind": "classify", "classes": [True, False]},  # yes and no in YAML
@@ -79,13 +79,13 @@ def test_unquoted_yaml_classes_match_boolean_labels():
             "run": {"steps": 1, "batch_size": 1},
         }
     ).objective
-    labels = Labels(section.names)
+    labels = ClassLabels(section.names)
     _, fields = normalize_record({"input": "x", "label": True}, "classification")
-    assert labels.values(fields) == (0.0,)
+    assert labels.label_values(fields) == (0.0,)
     _, fields = normalize_record({"input": "x", "labels": [True]}, "classification")
-    assert Labels(section.names, multi_label=True).values(fields) == (1.0, 0.0)
+    assert ClassLabels(section.names, multi_label=True).label_values(fields) == (1.0, 0.0)
     with pytest.raises(DataError, match="label 'yes' is not in objective.classes") as caught:
-        labels.values({"label": "yes"})
+        labels.label_values({"label": "yes"})
     assert caught.value.hint == "classes: True, False; YAML parses yes and no as booleans, so quote them"
 
 
@@ -116,10 +116,10 @@ def test_held_out_texts_are_disjoint_and_stratified(drawn, share, seed):
 
 def test_oversampling_repeats_rare_classes_and_keeps_all_examples():
     classes = np.array([0] * 10 + [1] * 3 + [2] * 4)
-    indices = oversampled(classes, seed=0)
+    indices = oversample_indices(classes, seed=0)
     assert np.bincount(classes[indices]).tolist() == [10, 10, 10]
     assert set(indices.tolist()) == set(range(17))
-    assert np.array_equal(indices, oversampled(classes, seed=0))
+    assert np.array_equal(indices, oversample_indices(classes, seed=0))
     counts = np.bincount(indices)
     assert all(counts[classes == c].max() - counts[classes == c].min() <= 1 for c in range(3))
 

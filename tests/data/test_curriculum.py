@@ -257,9 +257,9 @@ def test_single_stage_has_all_examples():
 def test_tokenizer_is_trained_on_hard_records_and_steps_are_planned(tmp_path):
     import json
 
-    from whet.config.load_config import make_config
+    from whet.config.load_config import validate_config
     from whet.data.run_data import Needs, RunData
-    from whet.planning.dataset_count import count_cheaply
+    from whet.planning.dataset_count import count_small_dataset
 
     for name, letters in (("easy", "abc"), ("hard", "xyz")):
         rows = [{"text": letters * (n + 1)} for n in range(4)]
@@ -269,8 +269,8 @@ def test_tokenizer_is_trained_on_hard_records_and_steps_are_planned(tmp_path):
     config["model"] = {"preset": "nano", "tokenizer": "chars"}
     config["data"] = {"train": f"{tmp_path}/easy.jsonl", "curriculum": curriculum}
     config["run"]["batch_size"] = 2
-    assert set("".join(RunData(make_config(config), Needs()).texts())) == set("abcxyz")
-    counted = count_cheaply(make_config(config))
+    assert set("".join(RunData(validate_config(config), Needs()).training_texts())) == set("abcxyz")
+    counted = count_small_dataset(validate_config(config))
     assert counted is not None
     assert counted.steps == 4
 
@@ -300,14 +300,14 @@ def test_position_of_another_order_is_rejected():
 
 
 def test_mlx_order_rejects_difficulty_curriculum(tiny_directory, tmp_path):
-    from whet.config.load_config import make_config
+    from whet.config.load_config import validate_config
 
     curriculum = {"kind": "difficulty", "hard": "synth:house-valid:8"}
     data = {"curriculum": curriculum, "order": "mlx", "pack": False}
     with pytest.raises(ConfigError, match="order: mlx cannot be combined with a curriculum by difficulty"):
-        make_config(run_config(tiny_directory, tmp_path, data=data))
+        validate_config(run_config(tiny_directory, tmp_path, data=data))
     data["curriculum"] = {"kind": "length"}
-    assert make_config(run_config(tiny_directory, tmp_path, data=data)).data.order == "mlx"
+    assert validate_config(run_config(tiny_directory, tmp_path, data=data)).data.order == "mlx"
 
 
 def test_length_curriculum_ignores_difficulty_keys(tiny_directory, tmp_path):

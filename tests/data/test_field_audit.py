@@ -78,9 +78,9 @@ def test_field_that_is_always_omitted_costs_few_renderings(tiny):
 
 
 def _records(*fields):
-    from whet.data.sources.source import Record, checked
+    from whet.data.sources.source import Record, validate_record
 
-    return [checked(Record(each, "here")) for each in fields]
+    return [validate_record(Record(each, "here")) for each in fields]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_record_fields_of_prompts_are_not_reported(tiny, tmp_path):
     messages = [{"role": "user", "content": "a", "name": "x"}]
     path.write_text(json.dumps({"prompt": messages, "answer": "4", "tools": TOOL}) + "\n")
     prompts = read_prompts(open_source(str(path)), tiny[1])
-    reported = [message for message, _ in unread_fields(prompts.unread, used=None)]
+    reported = [message for message, _ in unread_fields(prompts.unread_fields, used=None)]
     assert reported == [
         "field tools of 1 record reaches no token",
         "message field name of 1 record reaches no token",

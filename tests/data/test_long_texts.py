@@ -106,7 +106,7 @@ def test_windows_give_the_tokens_and_mask_of_the_full_text(make, plain, monkeypa
         long = text(seed)
         for spans in ([(0, len(long))], [(100, 3000), (len(long) // 2, len(long) - 7)]):
             rendering = Rendering(long, spans, plain, plain, "here")
-            expected = encoder.example(rendering)
+            expected = encoder.encode_one(rendering)
             with monkeypatch.context() as patched:
                 for name, size in (
                     ("MAX_WINDOW_CHARS", 4000),
@@ -116,7 +116,7 @@ def test_windows_give_the_tokens_and_mask_of_the_full_text(make, plain, monkeypa
                     patched.setattr(long_texts, name, size)
                 patched.setattr(long_texts, "MAX_UNSPLIT_CHARS", 0)  # never in one piece
                 patched.setattr(encode_module, "MAX_WINDOW_CHARS", 4000)
-                example = encoder.example(rendering)
+                example = encoder.encode_one(rendering)
             assert example.tokens.tolist() == expected.tokens.tolist()
             assert example.supervised.tolist() == expected.supervised.tolist()
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tiny import TEMPLATE
-from whet.data.sources.source import Record, checked, open_source
+from whet.data.sources.source import Record, open_source, validate_record
 from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Encoder
@@ -36,7 +36,7 @@ def chat(*contents, **marks):
 
 
 def supervised(tokenizer, one, **settings):
-    example = Encoder(tokenizer).example(Renderer(tokenizer, **settings).render(one))
+    example = Encoder(tokenizer).encode_one(Renderer(tokenizer, **settings).render(one))
     return tokenizer.decode([t for t, mark in zip(example.tokens, example.supervised, strict=True) if mark])
 
 
@@ -47,7 +47,7 @@ def test_message_with_weight_zero_is_context(tiny, mark):
     one = chat("a", "bad", "b", "good", **mark)
     assert supervised(tiny[1], one) == "good<|end|>"
     full_text = "<|user|>a<|end|><|assistant|>bad<|end|><|user|>b<|end|><|assistant|>good<|end|>"
-    example = Encoder(tiny[1]).example(Renderer(tiny[1]).render(one))
+    example = Encoder(tiny[1]).encode_one(Renderer(tiny[1]).render(one))
     assert tiny[1].decode(example.tokens) == full_text
     assert supervised(tiny[1], one, supervise="all") == full_text.replace("bad<|end|>", "")
     assert supervised(tiny[1], one, supervise="last") == "good<|end|>"
@@ -94,7 +94,7 @@ def test_weights_of_sharegpt_turns_are_applied(tiny):
 
 def test_system_field_of_conversations_is_read_in_both_spellings(tiny):
     for turns in ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], [USER, REPLY]):
-        one = checked(record(conversations=turns, system="Be brief."))
+        one = validate_record(record(conversations=turns, system="Be brief."))
         assert [message["role"] for message in one.fields["messages"]] == ["system", "user", "assistant"]
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.placeholder import is_object_name, make_placeholder, parse_placeholder
 from whet.data.run_data import Needs, RunData
 from whet.data.sources.python_rows import PythonRows
 from whet.data.sources.source import open_source
 from whet.errors import DataError
-from whet.model_io.tokenizer import tokenizer_of
+from whet.model_io.tokenizer import load_model_tokenizer
 
 ROWS = [
     {"prompt": f"{n}+1=", "completion": f"{n + 1}", "group": "even" if n % 2 == 0 else None} for n in range(7)
@@ -66,7 +66,7 @@ def test_records_equal_those_of_a_file(rows, jsonl):
         records = list(source(rows))
         assert [record.fields for record in records] == [record.fields for record in expected]
         assert [record.origin for record in records] == [f"train[{index}]" for index in range(7)]
-        assert {record.shape for record in records} == {"completion"}
+        assert {record.record_format for record in records} == {"completion"}
 
 
 def test_digest_depends_on_records_only():
@@ -274,7 +274,7 @@ def test_tokens_masks_and_columns_equal_those_of_the_file(kind, jsonl, tiny_dire
     rows = {"list": list, "Dataset": datasets.Dataset.from_list, "DataFrame": pd.DataFrame}[kind](ROWS)
     stores = []
     for spec in (str(jsonl), "python:train"):
-        config = make_config(
+        config = validate_config(
             {
                 "model": str(tiny_directory),
                 "data": {"train": spec, "max_length": 64},
@@ -282,7 +282,7 @@ def test_tokens_masks_and_columns_equal_those_of_the_file(kind, jsonl, tiny_dire
             }
         )
         data = RunData(config, Needs(), given={"train": PythonRows("train", rows)})
-        data.use(tokenizer_of(str(tiny_directory)))
+        data.set_tokenizer(load_model_tokenizer(str(tiny_directory)))
         stores.append(data.prepare_source("train").store)
     file, objects = stores
     assert objects.digest == file.digest

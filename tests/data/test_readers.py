@@ -88,7 +88,7 @@ def test_source_can_be_read_again_and_has_a_digest(tmp_path):
     first = list(source)
     assert list(source) == first
     assert [record.origin for record in first] == [f"{path}:{n}" for n in (1, 2, 3)]
-    assert {record.shape for record in first} == {"messages"}
+    assert {record.record_format for record in first} == {"messages"}
     assert source.digest() == hashlib.sha256(as_jsonl(RECORDS)).hexdigest()
     assert source.name == path
 

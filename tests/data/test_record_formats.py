@@ -3,7 +3,7 @@
 import pytest
 
 from whet.data.sources.record_formats import RECORD_FORMATS, normalize_record
-from whet.data.sources.source import Record, checked
+from whet.data.sources.source import Record, validate_record
 from whet.errors import DataError
 
 USER, REPLY, OTHER = (
@@ -146,7 +146,7 @@ def test_invalid_record_error_explains_the_cause(fields, message):
         assert normalize_record(fields)[0] == "prompt"
         return
     with pytest.raises(DataError, match=message) as caught:
-        checked(Record(fields, "here.jsonl:7"))
+        validate_record(Record(fields, "here.jsonl:7"))
     assert caught.value.message.startswith("here.jsonl:7: ")
 
 

@@ -189,7 +189,7 @@ def test_bad_records_are_skipped_and_counted_once(tmp_path):
         [WeightedSource(source=str(path), weight=1), WeightedSource(source="synth:house:50", weight=1)],
         on_bad="skip",
     )
-    assert sum(record.shape == "text" for record in mixed) == 50
+    assert sum(record.record_format == "text" for record in mixed) == 50
     assert mixed.skipped.count == len(bad)
 
 
@@ -265,7 +265,7 @@ def test_any_content_gives_records_or_errors(tmp_path, suffix, content):
         except DataError as error:
             named = str(path) in error.message
         else:
-            named = all(record.shape for record in records)
+            named = all(record.record_format for record in records)
             json.dumps([record.fields for record in records], allow_nan=False, ensure_ascii=False).encode()
         assert named
 

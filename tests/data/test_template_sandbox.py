@@ -53,9 +53,9 @@ def test_chat_is_rendered_as_in_transformers(tiny, name, prompt):
             )
         except Exception as error:  # any error of Jinja
             with pytest.raises(DataError, match=re.escape(str(error))):
-                render_chat(tokenizer, messages, tools=tools, prompt=prompt)
+                render_chat(tokenizer, messages, tools=tools, add_generation_prompt=prompt)
         else:
-            assert render_chat(tokenizer, messages, tools=tools, prompt=prompt) == expected
+            assert render_chat(tokenizer, messages, tools=tools, add_generation_prompt=prompt) == expected
 
 
 HARMLESS = [
@@ -83,7 +83,9 @@ HARMLESS = [
 def test_template_features_match_transformers(tiny, source):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = source
-    assert render_chat(tokenizer, CHAT, prompt=False) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert render_chat(tokenizer, CHAT, add_generation_prompt=False) == tokenizer.apply_chat_template(
+        CHAT, tokenize=False
+    )
 
 
 GROW = "{% set ns = namespace(x=" + "START" + ") %}{% for i in range(99) %}{% set ns.x = STEP %}{% endfor %}"

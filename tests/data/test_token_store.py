@@ -14,7 +14,7 @@ from tiny import random_examples, run_config
 from whet import storage
 from whet.data.sources.source import open_source
 from whet.data.tokens import eos_check
-from whet.data.tokens.examples import Example, cut
+from whet.data.tokens.examples import Example, build_examples
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.token_store import open_store, write_store
 from whet.errors import DataError
@@ -105,7 +105,7 @@ def test_store_written_by_another_process_is_kept(tmp_path):
 
 
 def cut_lengths(tmp_path, examples, **how):
-    stored = cut(write_store(tmp_path / "store", examples), **how)
+    stored = build_examples(write_store(tmp_path / "store", examples), **how)
     return [len(stored[index].tokens) for index in range(len(stored))], stored
 
 
@@ -116,7 +116,7 @@ def test_long_records_are_truncated_dropped_split_or_rejected(tmp_path):
     assert lengths == [10, 17]
     assert stored.summary().endswith("1 record truncated, 1 record dropped")
     lengths, stored = cut_lengths(tmp_path, records, max_length=17, too_long="drop")
-    assert (lengths, stored.counts["dropped"]) == ([10], 2)
+    assert (lengths, stored.length_counts["dropped"]) == ([10], 2)
     lengths, stored = cut_lengths(tmp_path, records, max_length=17, too_long="split")
     # windows without supervised tokens are dropped: only the last window of the third remains
     assert lengths == [10, 17, 3, 11]
@@ -162,7 +162,7 @@ def test_split_predicts_every_supervised_token_exactly_once(
         marks[-1] = True
         examples.append(Example(rng.integers(0, 1000, size), marks, f"here:{number}"))
     store = write_store(tmp_path_factory.mktemp("s") / "store", examples)
-    stored = cut(store, max_length=max_length, too_long="split")
+    stored = build_examples(store, max_length=max_length, too_long="split")
     targets = [
         (piece.origin, int(token))
         for piece in stored
@@ -238,7 +238,7 @@ def test_bad_records_stop_the_run_or_are_counted(tiny, tmp_path):
 def test_another_format_creates_a_new_store(tiny_directory, tmp_path):
     from transformers import AutoTokenizer
 
-    from whet.config.load_config import make_config
+    from whet.config.load_config import validate_config
     from whet.data.run_data import Needs, RunData
 
     path = tmp_path / "both.jsonl"
@@ -246,7 +246,7 @@ def test_another_format_creates_a_new_store(tiny_directory, tmp_path):
 
     def tokens(form):
         data = {"train": str(path), "valid": None, "format": form}
-        run = RunData(make_config(run_config(tiny_directory, tmp_path, data=data)), Needs())
+        run = RunData(validate_config(run_config(tiny_directory, tmp_path, data=data)), Needs())
         run.prepare(AutoTokenizer.from_pretrained(tiny_directory))
         return len(run.examples["train"][0].tokens)
 
@@ -276,7 +276,7 @@ def test_memory_stays_flat_during_tokenization(tiny, tmp_path):
             file.write(json.dumps({"text": f"{number} " + "lorem ipsum dolor " * 220}) + "\n")
     tracemalloc.start()
     store = Preparation(tiny[1], cache=tmp_path / "cache").store(open_source(str(path)))
-    cut(store, max_length=128, too_long="split")
+    build_examples(store, max_length=128, too_long="split")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(store) == 6000

@@ -9,7 +9,7 @@ from torch.distributed import distributed_c10d
 
 import whet
 import whet.errors
-from whet.parallel.fsdp import local_bytes_of
+from whet.parallel.fsdp import local_nbytes
 from whet.training import step
 from whet.training.callbacks import Callback, EvaluationStoppedError, ModelCallback
 
@@ -52,7 +52,7 @@ class Recorder(ModelCallback):
     def _bytes(self):
         """Return the bytes of weights and moments that this rank stores."""
         moments = [value for state in self.trainer.optimizer.state.values() for value in state.values()]
-        return local_bytes_of([*self.trainer.learner.parameters(), *moments])
+        return local_nbytes([*self.trainer.learner.parameters(), *moments])
 
 
 def full_tensor(tensor):
@@ -62,7 +62,7 @@ def full_tensor(tensor):
 def recorded_train(config, resume_from=None, stop_at=None):
     """Train or resume a run, and return a recorder with the results of this rank."""
     recorder = Recorder()
-    original, masked_step = step.taken, step.masked_step
+    original, masked_step = step.share_batches, step.masked_step
 
     def recorded_batches(world, batches, **rest):
         for index, batch, counts in original(world, batches, **rest):
@@ -76,14 +76,14 @@ def recorded_train(config, resume_from=None, stop_at=None):
             recorder.gradient /= divisor.double()
         masked_step(optimizer, **rest)
 
-    step.taken, step.masked_step = recorded_batches, recorded_step
+    step.share_batches, step.masked_step = recorded_batches, recorded_step
     try:
         callbacks = [recorder] if stop_at is None else [recorder, StopAt(stop_at)]
         recorder.result = (
             whet.train(config, callbacks) if resume_from is None else whet.resume(resume_from, callbacks)
         )
     finally:
-        step.taken, step.masked_step = original, masked_step
+        step.share_batches, step.masked_step = original, masked_step
     return recorder
 
 
@@ -154,13 +154,13 @@ def train_with_small_buckets(world, out, config):
     """Train with many gradient buckets, and record how many were sent before the backward pass ended."""
     from whet.parallel import gradient_sync
 
-    finish, sent_early = gradient_sync.GradientSum.finish, []
+    finish, sent_early = gradient_sync.GradientReducer.finish, []
 
     def recorded_finish(self):
         sent_early.append((self._next, len(self.buckets)))
         finish(self)
 
-    gradient_sync._BUCKET_ELEMENTS, gradient_sync.GradientSum.finish = 2000, recorded_finish
+    gradient_sync._BUCKET_ELEMENTS, gradient_sync.GradientReducer.finish = 2000, recorded_finish
     return recorded_train(config).results() | {"sent_early": sent_early}
 
 
@@ -182,9 +182,9 @@ def exercise_world(world, out):
     """Call every collective of a world with values that depend on the rank."""
     import time
 
-    from whet.config.load_config import make_config
+    from whet.config.load_config import validate_config
     from whet.errors import DataError, WhetError
-    from whet.parallel.preflight import agreed, seed_rank
+    from whet.parallel.preflight import apply_parallel_config, seed_rank
 
     def fail_on(rank, error):
         def compute(items):
@@ -200,12 +200,12 @@ def exercise_world(world, out):
     config = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size": 1}}
     config |= {"parallel": {"kind": "ddp"}, "optim": {"lr": 0.5 if world.rank == 2 else 1e-4}}
     try:
-        agreed(world, make_config(config))
+        apply_parallel_config(world, validate_config(config))
     except WhetError as error:
         differs = str(error)
     values = {"loss": world.rank + 1.0, "layers": [[1.0, 2.0]]} | ({"only": 5.0} if world.rank == 1 else {})
     seed_rank(world, 0)
-    with world.first_alone():
+    with world.main_process_first():
         turn = time.monotonic()
     return {
         "gathered": world.gather(world.rank),

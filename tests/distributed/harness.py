@@ -77,11 +77,11 @@ def _work(rank, size, port, check, out, arguments, environment):
     import torch
 
     from distributed import checks
-    from whet.parallel.process_group import joined
+    from whet.parallel.process_group import distributed_world
 
     torch.set_num_threads(1)
     try:
-        with joined(timeout_s=30) as world:
+        with distributed_world(timeout_s=30) as world:
             outcomes = {"result": getattr(checks, check)(world, out=Path(out), **arguments)}
     except BaseException:
         outcomes = {"error": traceback.format_exc()}

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.harness import free_port, run_world
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.errors import ConfigError
-from whet.parallel.preflight import agreed, check_device, check_sharding
-from whet.parallel.process_group import SOLO, UnreachableError, World, joined
+from whet.parallel.preflight import apply_parallel_config, check_device, check_sharding
+from whet.parallel.process_group import SINGLE_PROCESS, RendezvousError, World, distributed_world
 
 CONFIG = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size": 1}}
 
@@ -17,8 +17,8 @@ CONFIG = {"model": "m", "data": {"train": "t"}, "run": {"steps": 1, "batch_size"
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 3), st.booleans())
 def test_rounds_are_disjoint_exhaustive_and_equal_if_matched(count, shares, tensor, matched):
     items = [f"item {number}" for number in range(count)]
-    worlds = [World(rank, shares * tensor, tensor=tensor) for rank in range(shares * tensor)]
-    rounds = [list(world.rounds(items, matched=matched)) for world in worlds]
+    worlds = [World(rank, shares * tensor, tp_size=tensor) for rank in range(shares * tensor)]
+    rounds = [list(world.local_items(items, pad=matched)) for world in worlds]
     for start in range(tensor):  # tensor-parallel ranks have the same items
         assert rounds[start::tensor] == rounds[::tensor]
     counted = [(index, item) for each in rounds[::tensor] for index, item, counts in each if counts]
@@ -50,14 +50,14 @@ def test_collectives(tmp_path):
 
 def test_single_process_world(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with joined() as world:
-        assert world is SOLO
+    with distributed_world() as world:
+        assert world is SINGLE_PROCESS
     assert world.gather(3) == [3]
-    assert world.sums({"a": [1, 2]}) == {"a": [1, 2]}
-    assert world.each([1, 2], lambda items: [2 * each for each in items]) == [2, 4]
+    assert world.sum_values({"a": [1, 2]}) == {"a": [1, 2]}
+    assert world.map_items([1, 2], lambda items: [2 * each for each in items]) == [2, 4]
     tensor = torch.ones(2)
-    assert world.add_up(tensor) is tensor
-    with pytest.raises(ZeroDivisionError), world.abreast():
+    assert world.all_reduce_sum(tensor) is tensor
+    with pytest.raises(ZeroDivisionError), world.sync_errors():
         _ = 1 / 0
 
 
@@ -69,31 +69,34 @@ def test_single_process_world(monkeypatch):
     ],
 )
 def test_invalid_process_count_is_rejected(parallel, count, message):
-    config = make_config(CONFIG | {"parallel": parallel})
+    config = validate_config(CONFIG | {"parallel": parallel})
     with pytest.raises(ConfigError, match=message):
         config.parallel.check_processes(count)
 
 
 def test_tensor_needs_fsdp():
     with pytest.raises(ConfigError, match="parallel: tensor > 1 needs kind: fsdp"):
-        make_config(CONFIG | {"parallel": {"kind": "ddp", "tensor": 2}})
+        validate_config(CONFIG | {"parallel": {"kind": "ddp", "tensor": 2}})
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "adamw8bit"])
 def test_optimizers_of_full_matrices_are_rejected_with_fsdp(name):
-    config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "optim": {"name": name}})
+    config = validate_config(CONFIG | {"parallel": {"kind": "fsdp"}, "optim": {"name": name}})
     with pytest.raises(ConfigError, match=f"optim.name {name} needs full matrices"):
         check_sharding(config)
 
 
 def test_probes_are_rejected_with_fsdp():
-    config = make_config(CONFIG | {"parallel": {"kind": "fsdp"}, "log": {"probes": {}}})
+    config = validate_config(CONFIG | {"parallel": {"kind": "fsdp"}, "log": {"probes": {}}})
     with pytest.raises(ConfigError, match="log.probes need full weights"):
         check_sharding(config)
 
 
 def test_one_process_needs_no_kind():
-    assert agreed(SOLO, make_config(CONFIG | {"parallel": {"kind": "fsdp"}})) == SOLO
+    assert (
+        apply_parallel_config(SINGLE_PROCESS, validate_config(CONFIG | {"parallel": {"kind": "fsdp"}}))
+        == SINGLE_PROCESS
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_rendezvous_timeout(monkeypatch, rank):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     message = f"rank {rank} of 2 waited 1 s at 127.0.0.1:{port}"
-    with pytest.raises(UnreachableError, match=message), joined(timeout_s=1):
+    with pytest.raises(RendezvousError, match=message), distributed_world(timeout_s=1):
         pass
 
 
@@ -134,6 +137,6 @@ def test_invalid_environment_is_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
         pytest.raises(ConfigError, match="the environment variable RANK='first' is not an integer"),
-        joined(),
+        distributed_world(),
     ):
         pass

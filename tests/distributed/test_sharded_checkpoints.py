@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from distributed.ranks import run_ranks
 from whet.errors import CheckpointError, StorageError
-from whet.model_io.sharded_tensors import fill, has_shards, stored_tensors, whole_tensors
+from whet.model_io.sharded_tensors import has_shards, read_full_tensors, read_into, read_tensor_infos
 from whet.parallel.sharded_checkpoint import write_sharded
 from whet.storage import check_manifest, write_safetensors
 
@@ -37,7 +37,7 @@ def save_and_load(rank, path):
     world = dist.get_world_size()
     write_sharded(path, {**sharded(world), **counters()}, {"state.json": "{}\n"})
     restored = {name: torch.zeros_like(tensor) for name, tensor in {**sharded(world), **counters()}.items()}
-    fill(restored, path)
+    read_into(restored, path)
     return {
         name: (tensor.full_tensor() if name in SHAPES else tensor).numpy()
         for name, tensor in restored.items()
@@ -54,7 +54,7 @@ def test_ranks_and_single_process_load_what_ranks_saved(tmp_path, world):
     check_manifest(path)
     assert has_shards(path)
     assert len(list(path.glob("shard-*"))) == world
-    loaded = whole_tensors(path)
+    loaded = read_full_tensors(path)
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(loaded[name], tensor), name
@@ -64,7 +64,7 @@ def test_ranks_and_single_process_load_what_ranks_saved(tmp_path, world):
 
 def load_sharded(rank, path):
     restored = {name: torch.zeros_like(tensor) for name, tensor in sharded(dist.get_world_size()).items()}
-    fill(restored, path)
+    read_into(restored, path)
     return {name: tensor.full_tensor().numpy() for name, tensor in restored.items()}
 
 
@@ -86,7 +86,7 @@ def save_rank_values(rank, path):
 
 def test_loaded_tensor_contains_every_shard(tmp_path):
     run_ranks(save_rank_values, 4, tmp_path / "it")
-    loaded = whole_tensors(tmp_path / "it")["w"]
+    loaded = read_full_tensors(tmp_path / "it")["w"]
     assert loaded[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
 
 
@@ -101,7 +101,7 @@ def save_in_two_dimensions(rank, path):
 
 def test_two_dimensional_and_replicated_shards_are_written_once(tmp_path):
     run_ranks(save_in_two_dimensions, 4, tmp_path / "it")
-    for tensor in whole_tensors(tmp_path / "it").values():
+    for tensor in read_full_tensors(tmp_path / "it").values():
         assert torch.equal(tensor, full_tensors()["matrix"])
 
 
@@ -114,7 +114,7 @@ def fail_on_rank_1(rank, path, code):
 
     write_sharded(path, sharded(2), {})
     if rank == 1:
-        whet.storage.boundary = full
+        whet.storage.before_file_operation = full
     try:
         write_sharded(path, {name: tensor + 1 for name, tensor in sharded(2).items()}, {})
     except StorageError as error:
@@ -126,7 +126,7 @@ def test_full_disk_on_one_rank_raises_on_all_and_keeps_old_checkpoint(tmp_path):
     path = tmp_path / "it"
     messages = run_ranks(fail_on_rank_1, 2, path, errno.ENOSPC)
     assert messages == [f"{path} could not be written by rank 1: No space left on device"] * 2
-    assert torch.equal(whole_tensors(path)["matrix"], full_tensors()["matrix"])
+    assert torch.equal(read_full_tensors(path)["matrix"], full_tensors()["matrix"])
     check_manifest(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["it"]
 
@@ -136,9 +136,9 @@ def save_elsewhere(rank, path):
     import whet.parallel.sharded_checkpoint as module
 
     if rank == 1:
-        module.on_first, original = (
+        module.run_on_first_rank, original = (
             lambda do, group: (path / "nowhere") if (result := original(do, group)) is not None else result,
-            module.on_first,
+            module.run_on_first_rank,
         )
     try:
         write_sharded(path / "it", sharded(2), {})
@@ -159,7 +159,7 @@ def test_missing_shard_is_an_error(tmp_path):
     run_ranks(save_rank_values, 4, tmp_path / "it")
     (tmp_path / "it" / "shard-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="the shards of w are incomplete"):
-        stored_tensors(tmp_path / "it")
+        read_tensor_infos(tmp_path / "it")
     with pytest.raises(CheckpointError, match="is missing"):
         check_manifest(tmp_path / "it")
 

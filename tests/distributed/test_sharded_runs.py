@@ -10,7 +10,7 @@ import tiny
 import whet
 from distributed.checks import train_or_resume
 from distributed.harness import run_world
-from whet.model_io.checkpoint_weights import checkpoint_weights
+from whet.model_io.checkpoint_weights import read_checkpoint_weights
 from whet.model_io.sharded_tensors import has_shards
 from whet.storage import check_manifest
 
@@ -120,7 +120,7 @@ def test_final_model_contains_the_shards_of_every_rank(tiny_directory, tmp_path,
     assert not any("shard" in name for name in names)
     for tensor in [
         *weights(tmp_path).values(),
-        *checkpoint_weights(run / "checkpoints" / "step-000001").values(),
+        *read_checkpoint_weights(run / "checkpoints" / "step-000001").values(),
     ]:
         rows = tensor.flatten(1)[:, 0] if tensor.dim() > 1 else tensor
         expected = [float(rank) for rank, part in enumerate(rows.chunk(2)) for _ in part]

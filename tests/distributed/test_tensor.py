@@ -15,7 +15,7 @@ from whet.models.spec import AttentionSpec, BlockSpec, FeedForwardSpec, ModelSpe
 from whet.ops.cross_entropy import linear_cross_entropy
 from whet.ops.lm_head import Head
 from whet.parallel.process_group import World
-from whet.parallel.tensor_parallel import NeighbourGradients, cut_layers, refuse_uncuttable
+from whet.parallel.tensor_parallel import ReplicatedGradientSync, apply_tensor_parallel, check_tensor_parallel
 
 KINDS = {
     "llama": {},
@@ -74,7 +74,7 @@ def batches(count=3):
 def train_on_ranks(rank, kind, data, tensor):
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
     model = new_decoder(kind)
-    cut_layers(model, mesh["tensor"])
+    apply_tensor_parallel(model, mesh["tensor"])
     if data > 1:
         for layer in (*model.layers, model):
             fully_shard(layer, mesh=mesh["data"])
@@ -117,7 +117,7 @@ def align_gradients(rank):
     for p in (replicated, sharded):
         p.grad = torch.zeros_like(p)
         p.grad.to_local().fill_(rank)
-    NeighbourGradients([replicated, sharded], World(rank, 4, tensor=2)).align()
+    ReplicatedGradientSync([replicated, sharded], World(rank, 4, tp_size=2)).synchronize()
     return replicated.grad.to_local().tolist(), sharded.grad.to_local().tolist()
 
 
@@ -129,7 +129,7 @@ def test_replicated_gradients_are_equal_within_a_group():
 
 def generate_on_ranks(rank, directory):
     model, tokenizer = whet.load(directory, dtype=torch.float32, device="cpu")
-    cut_layers(model, init_device_mesh("cpu", (2,)))
+    apply_tensor_parallel(model, init_device_mesh("cpu", (2,)))
     return whet.generate(model, tokenizer, "What is it?", max_tokens=12)
 
 
@@ -156,15 +156,15 @@ def test_sharded_layers_generate_the_same_text(tmp_path):
 )
 def test_unsupported_models_are_rejected(changes, ranks, reason):
     with pytest.raises(ConfigError, match=f"parallel.tensor={ranks}: .*{reason}"):
-        refuse_uncuttable(Decoder(tiny_spec(**changes)), ranks)
+        check_tensor_parallel(Decoder(tiny_spec(**changes)), ranks)
 
 
 def test_adapters_are_rejected(tiny):
     model, _ = tiny
     whet.attach_lora(model, rank=2)
     with pytest.raises(ConfigError, match=r"supports method\.kind=full only"):
-        refuse_uncuttable(model, 2)
+        check_tensor_parallel(model, 2)
 
 
 def test_one_rank_supports_every_model():
-    refuse_uncuttable(Decoder(tiny_spec(attention={"fused": True})), 1)
+    check_tensor_parallel(Decoder(tiny_spec(attention={"fused": True})), 1)

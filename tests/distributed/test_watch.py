@@ -22,26 +22,26 @@ def train(rank, world, ports, log, trouble, at):
     import torch
     import torch.distributed as dist
 
-    from whet.parallel.watchdog import Watch
+    from whet.parallel.watchdog import Watchdog
 
     store = join_group(rank, world, ports)
-    watch = Watch(dist.PrefixStore("whet", store), rank=rank, size=world, timeout_s=LIMIT_S)
+    watch = Watchdog(dist.PrefixStore("whet", store), rank=rank, size=world, timeout_s=LIMIT_S)
     watch.start()
     try:
         for step in range(1, STEPS):
-            watch.doing("the forward pass")
+            watch.report_activity("the forward pass")
             if (rank, step) == at:
                 print(f"trouble {time.monotonic()}", file=sys.stderr)
                 TROUBLES[trouble]()
             with watch.collective("all-reduce of gradients"):
                 dist.all_reduce(torch.ones(1))
-            watch.at_step(step)
+            watch.report_step(step)
             time.sleep(0.05)
             if trouble == "none" and step == 20:
                 break
     except Exception as error:
-        if watch.speaks(error):
-            print(f"error: {watch.located(error).message}", file=sys.stderr, flush=True)
+        if watch.claim_report(error):
+            print(f"error: {watch.add_rank_context(error).message}", file=sys.stderr, flush=True)
         watch.fail(error)
         os._exit(1)
     with watch.collective("barrier"):

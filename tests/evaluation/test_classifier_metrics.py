@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 from sklearn import metrics
 
-from whet.evaluation.classifier_metrics import _intervals, marked_report, reliability, single_report, softmax
+from whet.evaluation.classifier_metrics import (
+    _intervals,
+    multi_label_report,
+    reliability,
+    single_label_report,
+    softmax,
+)
 from whet.evaluation.linear_probe import LinearProbe
-from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
-from whet.reporting.text.classifier_text import classification_text, draw
+from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, multi_label_metrics
+from whet.reporting.text.classifier_text import classification_text, write_classifier_plots
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -41,7 +47,7 @@ def test_confusion_metrics_equal_scikit_learn(absent):
 def test_multi_label_metrics_equal_scikit_learn():
     rng = np.random.default_rng(1)
     labels, guessed = rng.random((80, 4)) < 0.3, rng.random((80, 4)) < 0.4
-    results = mark_metrics(labels, guessed)
+    results = multi_label_metrics(labels, guessed)
     assert results["accuracy"] == pytest.approx(metrics.accuracy_score(labels, guessed))
     for average in ("macro", "micro"):
         assert results[f"f1_{average}"] == pytest.approx(metrics.f1_score(labels, guessed, average=average))
@@ -50,7 +56,9 @@ def test_multi_label_metrics_equal_scikit_learn():
 def test_report_equals_scikit_learn():
     probabilities, labels = random_predictions(seed=5)
     predicted = probabilities.argmax(1)
-    report = single_report(probabilities, labels, NAMES, show=lambda index: {"text": f"text {index}"})
+    report = single_label_report(
+        probabilities, labels, NAMES, describe=lambda index: {"text": f"text {index}"}
+    )
     assert report["kappa"] == pytest.approx(metrics.cohen_kappa_score(labels, predicted))
     assert report["log_loss"] == pytest.approx(metrics.log_loss(labels, probabilities))
     assert report["f1_weighted"] == pytest.approx(metrics.f1_score(labels, predicted, average="weighted"))
@@ -81,7 +89,7 @@ def test_random_baseline_is_the_mean_over_all_guesses(labels):
     labels = np.array(labels)
     guesses = itertools.product(range(3), repeat=len(labels))
     all_metrics = [confusion_metrics(confusion_matrix(labels, np.array(guess), 3)) for guess in guesses]
-    report = single_report(np.full((len(labels), 3), 1 / 3), labels, ["a", "b", "c"])
+    report = single_label_report(np.full((len(labels), 3), 1 / 3), labels, ["a", "b", "c"])
     results = report["baselines"]["random"]
     assert results["accuracy"] == results["balanced_accuracy"] == 1 / 3
     for name, value in results.items():
@@ -91,8 +99,10 @@ def test_random_baseline_is_the_mean_over_all_guesses(labels):
 def test_multi_label_random_baseline_is_the_mean_over_all_guesses():
     labels = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0]])
     guesses = itertools.product((False, True), repeat=labels.size)
-    all_metrics = [mark_metrics(labels == 1, np.array(guess).reshape(labels.shape)) for guess in guesses]
-    report = marked_report(np.full(labels.shape, 0.5), labels, ["a", "b", "c"])
+    all_metrics = [
+        multi_label_metrics(labels == 1, np.array(guess).reshape(labels.shape)) for guess in guesses
+    ]
+    report = multi_label_report(np.full(labels.shape, 0.5), labels, ["a", "b", "c"])
     results = report["baselines"]["random"]
     assert results["accuracy"] == 1 / 8
     for name, value in results.items():
@@ -112,7 +122,7 @@ def test_calibration_error():
 
 def test_intervals_equal_bootstrap_over_texts():
     probabilities, labels = random_predictions(count=300)
-    report = single_report(probabilities, labels, NAMES, seed=3)
+    report = single_label_report(probabilities, labels, NAMES, seed=3)
     rng = np.random.default_rng(7)
     predicted = probabilities.argmax(1)
     plain = []
@@ -122,23 +132,23 @@ def test_intervals_equal_bootstrap_over_texts():
     np.testing.assert_allclose(report["intervals"]["mcc"], np.percentile(plain, (2.5, 97.5)), atol=0.02)
     low, high = report["intervals"]["accuracy"]
     assert low < report["accuracy"] < high
-    assert single_report(probabilities, labels, NAMES, seed=3)["intervals"] == report["intervals"]
+    assert single_label_report(probabilities, labels, NAMES, seed=3)["intervals"] == report["intervals"]
 
 
 def test_reports_of_single_class_or_text_are_finite():
     probabilities = np.array([[0.7, 0.2, 0.1]])
-    report = single_report(probabilities, np.array([0]), ["a", "b", "c"])
+    report = single_label_report(probabilities, np.array([0]), ["a", "b", "c"])
     assert report["accuracy"] == 1
     assert report["roc_auc_macro"] is None
     json.dumps(report, allow_nan=False)
-    json.dumps(marked_report(np.array([[0.7, 0.2]]), np.array([[0, 0]]), ["a", "b"]), allow_nan=False)
+    json.dumps(multi_label_report(np.array([[0.7, 0.2]]), np.array([[0, 0]]), ["a", "b"]), allow_nan=False)
 
 
 def test_multi_label_report():
     rng = np.random.default_rng(2)
     labels = rng.random((120, 3)) < 0.4
     probabilities = np.clip(labels * 0.4 + rng.random((120, 3)) * 0.6, 0, 1)
-    report = marked_report(probabilities, labels.astype(float), ["x", "y", "z"])
+    report = multi_label_report(probabilities, labels.astype(float), ["x", "y", "z"])
     assert report["f1_samples"] == pytest.approx(
         metrics.f1_score(labels, probabilities > 0.5, average="samples", zero_division=1)
     )
@@ -158,11 +168,11 @@ def test_soft_labels_are_scored_directly_and_counted_above_one_half():
     rng = np.random.default_rng(3)
     targets, probabilities = rng.random((80, 3)), rng.random((80, 3))
     targets[0, 0] = 0.5  # not above
-    report = marked_report(probabilities, targets, ["x", "y", "z"])
+    report = multi_label_report(probabilities, targets, ["x", "y", "z"])
     t, p = torch.from_numpy(targets), torch.from_numpy(probabilities)
     assert report["log_loss"] == pytest.approx(F.binary_cross_entropy(p, t).item(), rel=1e-12)
     assert report["brier"] == pytest.approx(F.mse_loss(p, t).item(), rel=1e-12)
-    hard = marked_report(probabilities, targets > 0.5, ["x", "y", "z"])
+    hard = multi_label_report(probabilities, targets > 0.5, ["x", "y", "z"])
     scored = {"log_loss", "brier"}
     assert {k: v for k, v in report.items() if k not in scored} == {
         k: v for k, v in hard.items() if k not in scored
@@ -172,7 +182,7 @@ def test_soft_labels_are_scored_directly_and_counted_above_one_half():
 def test_multi_label_report_of_one_class(tmp_path):
     labels = np.array([[1], [1], [0], [0], [0]], dtype=bool)
     probabilities = np.array([[0.9], [0.2], [0.7], [0.1], [0.3]])
-    report = marked_report(probabilities, labels, ["x"])
+    report = multi_label_report(probabilities, labels, ["x"])
     assert report["per_class"]["x"]["confusion"] == [[2, 1], [1, 1]]
     assert {name: report["per_class"]["x"][name] for name in ("precision", "recall", "f1", "support")} == {
         "precision": 0.5,
@@ -186,7 +196,7 @@ def test_multi_label_report_of_one_class(tmp_path):
         assert report[f"f1_{average}"] == pytest.approx(theirs)
     assert report["hamming"] == pytest.approx(2 / 5)
     json.dumps(report, allow_nan=False)
-    draw(report, tmp_path / "plots.png")
+    write_classifier_plots(report, tmp_path / "plots.png")
     report["throughput"] = {"examples_per_s": 10.0, "tokens_per_s": 100.0, "seconds": 20.0}
     assert "0.500" in classification_text(report)
 
@@ -195,7 +205,7 @@ def test_multi_label_report_of_one_class(tmp_path):
 def test_multi_label_classes_equal_scikit_learn(seed):
     rng = np.random.default_rng(seed)
     labels, probabilities = rng.random((50, 4)) < [0.5, 0.2, 0, 1], rng.random((50, 4)) * [1, 1, 1, 0.5]
-    report = marked_report(probabilities, labels, NAMES)
+    report = multi_label_report(probabilities, labels, NAMES)
     theirs = metrics.precision_recall_fscore_support(labels, probabilities > 0.5, zero_division=0)
     tables = metrics.multilabel_confusion_matrix(labels, probabilities > 0.5)
     for index, name in enumerate(NAMES):
@@ -222,16 +232,16 @@ def test_intervals_of_many_classes_need_no_matrix_per_sample():
 def test_report_text_and_plot(tmp_path):
     probabilities, labels = random_predictions()
     for report in (
-        single_report(probabilities, labels, NAMES, show=lambda index: {"text": "x" * 100}),
-        marked_report(probabilities, np.eye(4)[labels], NAMES),
+        single_label_report(probabilities, labels, NAMES, describe=lambda index: {"text": "x" * 100}),
+        multi_label_report(probabilities, np.eye(4)[labels], NAMES),
     ):
         report["throughput"] = {"examples_per_s": 10.0, "tokens_per_s": 100.0, "seconds": 20.0}
         text = classification_text(report)
         assert f"{report['f1_macro']:.3f}" in text
         assert "majority" in text
-        path = draw(report, tmp_path / "plots.png")
+        path = write_classifier_plots(report, tmp_path / "plots.png")
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert draw(report, path) == path  # overwrites the existing file
+        assert write_classifier_plots(report, path) == path  # overwrites the existing file
 
 
 def test_probe_fits_linear_boundaries_only():

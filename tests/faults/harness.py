@@ -69,7 +69,7 @@ class Fault:
 
         self.seen = {}
         self.failed = 0
-        whet.storage.boundary = self
+        whet.storage.before_file_operation = self
 
     def __call__(self, operation, path):
         location = location_of(path)

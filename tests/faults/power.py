@@ -67,7 +67,7 @@ class Disk:
         with monkeypatch.context() as patch:
             for name in HOOKED:
                 patch.setattr(os, name, self._hook(name, getattr(os, name)))
-            patch.setattr(whet.storage, "boundary", lambda operation, path: self._observe())
+            patch.setattr(whet.storage, "before_file_operation", lambda operation, path: self._observe())
             yield
         self._observe()
 

@@ -9,9 +9,9 @@ import torch
 import whet
 from tiny import run_config
 from whet.errors import CheckpointError
-from whet.storage import MANIFEST, check_manifest, clear_leftovers
+from whet.storage import MANIFEST, check_manifest, remove_temporary_files
 from whet.training.callbacks import Callback, StopRun
-from whet.training.checkpoint import load_checkpoint, newest_valid
+from whet.training.checkpoint import load_checkpoint, newest_valid_checkpoint
 
 FILES = ["weights.safetensors", "optimizer.safetensors", "state.json", MANIFEST]
 
@@ -124,7 +124,7 @@ def manifest_of(run, files):
 def test_invalid_manifest_is_rejected(run, content, record_property):
     record_property("fault: newest checkpoint torn or altered", 1)
     manifest_of(run, content)
-    assert newest_valid(run).name == "step-000002"
+    assert newest_valid_checkpoint(run).name == "step-000002"
 
 
 def test_manifest_of_another_run_is_rejected(run, tiny_directory, tmp_path):
@@ -132,7 +132,7 @@ def test_manifest_of_another_run_is_rejected(run, tiny_directory, tmp_path):
     shutil.copy(
         other / "checkpoints" / "step-000003" / MANIFEST, run / "checkpoints" / "step-000003" / MANIFEST
     )
-    assert newest_valid(run).name == "step-000002"
+    assert newest_valid_checkpoint(run).name == "step-000002"
 
 
 def test_valid_checkpoint_of_another_run_is_rejected(run, tiny_directory, tmp_path):
@@ -146,7 +146,7 @@ def test_valid_checkpoint_of_another_run_is_rejected(run, tiny_directory, tmp_pa
 
 def test_unlisted_file_invalidates_a_checkpoint(run):
     (run / "checkpoints" / "step-000003" / "extra.pkl").write_bytes(b"\x80\x04K\x01.")
-    assert newest_valid(run).name == "step-000002"
+    assert newest_valid_checkpoint(run).name == "step-000002"
 
 
 def test_no_valid_checkpoint_is_an_error_and_changes_nothing(run):
@@ -177,10 +177,10 @@ def test_checkpoint_moved_aside_at_power_loss_is_restored(run):
     (checkpoints / "step-000003").rename(checkpoints / ".step-000003.old-999")
     shutil.copytree(checkpoints / "step-000002", checkpoints / ".step-000003.writing-999")
     shutil.copytree(checkpoints / "step-000002", checkpoints / ".step-000001.removed-999")
-    clear_leftovers(checkpoints)
+    remove_temporary_files(checkpoints)
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "step-000001",
         "step-000002",
         "step-000003",
     ]
-    assert newest_valid(run).name == "step-000003"
+    assert newest_valid_checkpoint(run).name == "step-000003"

@@ -15,7 +15,7 @@ from faults.harness import location_of
 from tiny import run_config
 from whet.errors import RunError, StorageError
 from whet.recipes.quality.ledgers import create_ledgers
-from whet.storage import append_text, check_manifest, new_directory, write_text
+from whet.storage import append_text, check_manifest, create_directory_atomically, write_text
 from whet.training.callbacks import Callback, StopRun
 
 EVERY_STEP = {"checkpoint": {"every": 1, "keep": 3}}
@@ -28,7 +28,7 @@ def failing(monkeypatch, number=errno.ENOSPC, *, when):
         if when(operation, location_of(path)):
             raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr("whet.storage.boundary", boundary)
+    monkeypatch.setattr("whet.storage.before_file_operation", boundary)
 
 
 def checkpoints(run):
@@ -118,7 +118,7 @@ def test_an_unexpected_error_while_saving_is_not_swallowed(tiny_directory, tmp_p
         if "step-000002" in str(path):
             raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("whet.storage.boundary", boundary)
+    monkeypatch.setattr("whet.storage.before_file_operation", boundary)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         whet.train(run_config(tiny_directory, tmp_path, **EVERY_STEP))
 
@@ -176,7 +176,7 @@ def test_row_is_appended_completely_or_not_at_all(tmp_path, monkeypatch):
 
 def test_directory_is_written_atomically_and_never_overwritten(tmp_path, monkeypatch):
     def fill(meanwhile):
-        with new_directory(tmp_path / "d") as staging:
+        with create_directory_atomically(tmp_path / "d") as staging:
             write_text(staging / "a", "mine")
             meanwhile()
 
@@ -218,9 +218,9 @@ def test_every_writer_reports_a_full_disk(tmp_path, monkeypatch):
     """Also libraries with their own exception types."""
     message = "No space left on device (os error 28)"
     named = pytest.raises(StorageError, match="tokenizer could not be written: No space left on device")
-    with named, new_directory(tmp_path / "tokenizer"):
+    with named, create_directory_atomically(tmp_path / "tokenizer"):
         raise Exception(message)
-    with pytest.raises(ValueError, match="another"), new_directory(tmp_path / "tokenizer"):
+    with pytest.raises(ValueError, match="another"), create_directory_atomically(tmp_path / "tokenizer"):
         raise ValueError("another")
     assert not list(tmp_path.iterdir())
 

@@ -165,13 +165,13 @@ def test_simulator_loses_unsynced_changes(tmp_path, monkeypatch):
 
 
 def test_storage_writes_survive_power_loss(tmp_path, monkeypatch):
-    from whet.storage import new_directory, remove_directory, replace_text, write_text
+    from whet.storage import create_directory_atomically, remove_directory, replace_text, write_text
 
     root = tmp_path / "root"
     root.mkdir()
 
     def careful():
-        with new_directory(root / "deep" / "er" / "model") as staging:
+        with create_directory_atomically(root / "deep" / "er" / "model") as staging:
             (staging / "inner").mkdir()
             (staging / "inner" / "by-a-library").write_text("library")
             write_text(staging / "own", "own")

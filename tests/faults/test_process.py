@@ -10,7 +10,7 @@ import whet
 from faults.harness import Case, assert_same_result, start, whet_process
 from tiny import run_config
 from whet.errors import CheckpointError
-from whet.storage import locked
+from whet.storage import lock_directory
 from whet.training.callbacks import Callback
 
 KEYS = {"checkpoint": {"every": 2}, "run": {"steps": 6}, "eval": {"every": 2}}
@@ -51,12 +51,12 @@ def test_new_run_is_locked(tiny_directory, tmp_path):
         def on_step_end(self, step, metrics):
             with (
                 pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"),
-                locked(tmp_path / "runs" / "test"),
+                lock_directory(tmp_path / "runs" / "test"),
             ):
                 pass
 
     whet.train(run_config(tiny_directory, tmp_path), [Look()])
-    with locked(tmp_path / "runs" / "test"):
+    with lock_directory(tmp_path / "runs" / "test"):
         pass
 
 

@@ -98,11 +98,11 @@ class yaml_config:
         return f"{path.name}: {description}"
 
     def parse(directory):
-        from whet.config.load_config import load_config, make_config, parse_yaml, to_dict, to_yaml
+        from whet.config.load_config import load_config, parse_yaml, to_dict, to_yaml, validate_config
 
         for path in sorted(directory.iterdir()):
             config = load_config(path, ["run.seed=3"])
-            assert to_dict(make_config(parse_yaml(to_yaml(config)))) == to_dict(config)
+            assert to_dict(validate_config(parse_yaml(to_yaml(config)))) == to_dict(config)
 
 
 RECORDS = [
@@ -137,7 +137,7 @@ def tokenizer():
 def read_records(path):
     """Read, normalize, render and tokenize all records; a rejected record does not stop the others."""
     from whet.data.sources.source import open_source
-    from whet.data.tokens.chat_template import Renderer, text_of
+    from whet.data.tokens.chat_template import Renderer, record_text
     from whet.data.tokens.tokenize import Encoder
 
     renderer, encoder = Renderer(tokenizer()), Encoder(tokenizer())
@@ -150,12 +150,12 @@ def read_records(path):
             renderer.render_question,
             renderer.render_prompt,
             renderer.render_classification,
-            text_of,
+            record_text,
         ):
             with suppress(WhetError):
                 rendering = use(record)
                 if use == renderer.render:
-                    encoder.example(rendering)
+                    encoder.encode_one(rendering)
     list(open_source(str(path)))
 
 
@@ -380,12 +380,12 @@ class model_config:
     def parse(directory):
         load_and_use(directory / "bridged")
         load_and_use(directory / "native")
-        from whet.planning.meta_model import read_model
+        from whet.planning.meta_model import build_meta_model
         from whet.planning.model_facts import model_facts
 
         for kind in ("native", "bridged"):
             model_facts(str(directory / kind), tokens=260)
-            read_model(str(directory / kind))
+            build_meta_model(str(directory / kind))
 
 
 @parser(cases=250)
@@ -523,7 +523,7 @@ class tokenizer_files:
 
     def parse(directory):
         from whet.data.tokens.chat_template import Rendering
-        from whet.data.tokens.tokenize import Encoder, open_ids, token_bytes
+        from whet.data.tokens.tokenize import Encoder, encode_prompt_ids, token_bytes
         from whet.model_io.tokenizer import load_tokenizer
 
         for folder in ("bytes", "bpe"):
@@ -533,7 +533,7 @@ class tokenizer_files:
                 encoder.encode(
                     [Rendering(text, [(0, len(text))], plain, plain, "x:1") for plain in (True, False)]
                 )
-                tokenizer.decode(open_ids(tokenizer, text))
+                tokenizer.decode(encode_prompt_ids(tokenizer, text))
             token_bytes(tokenizer, vocab_size=300)
 
 
@@ -690,11 +690,11 @@ class run_directory:
 
 
 def update_manifest(checkpoint, path):
-    from whet.storage import sha256_of
+    from whet.storage import file_sha256
 
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
-        manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
 
 

@@ -5,7 +5,7 @@ import torch
 
 import whet
 from tiny import random_examples, write_tiny_model
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.generation import cuda_graph, decode_batch
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
@@ -101,7 +101,7 @@ def test_adapters_attached_merged_and_uncached_agree(tiny, variant, steps, reque
     model, _ = tiny
     whet.attach_lora(model, rank=4, variant=variant)
     torch.manual_seed(1)
-    for _, layer in adapted(model):
+    for _, layer in named_adapters(model):
         torch.nn.init.normal_(layer.lora_B, std=0.2)
     attached = generate_tokens(model, PROMPTS, max_tokens=12, stop_tokens=set())
     with whet.adapters_off(model):

@@ -10,9 +10,9 @@ from whet.errors import DataError, ModelError
 from whet.generation.engine import generate_tokens
 from whet.generation.speculative import speculate
 from whet.model_io.load import load_with_heads
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
-from whet.models.mtp import new_heads
+from whet.models.mtp import new_prediction_heads
 from whet.objectives.mtp import MultiTokenPrediction
 from whet.ops.attention import Layout
 
@@ -20,7 +20,7 @@ from whet.ops.attention import Layout
 def randomized_heads(model, count):
     """Return heads with large random weights, whose drafts are as good as random."""
     torch.manual_seed(1)
-    heads = new_heads(model, count)
+    heads = new_prediction_heads(model, count)
     for parameter in heads.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return heads
@@ -38,7 +38,7 @@ def prompts(count=4):
 def counting_model():
     """A small model with heads, trained on rows in which each token determines the next."""
     torch.manual_seed(0)
-    model = from_scratch(preset_spec("nano", d_model=32, heads=2, layers=1, width=64, vocab_size=23), seed=0)
+    model = new_decoder(preset_spec("nano", d_model=32, heads=2, layers=1, width=64, vocab_size=23), seed=0)
     objective = MultiTokenPrediction(model, n_predict=3, mtp_weight=1.0)
     optimizer = torch.optim.AdamW([*model.parameters(), *objective.heads.parameters()], lr=1e-2)
     for _ in range(50):
@@ -124,7 +124,7 @@ def test_stop_tokens_and_limits_equal_plain_decoding(counting_model):
     "changes", [{"attention": "window", "window": 5}, {"attention": "latent"}, {"positions": "alibi"}]
 )
 def test_other_layer_kinds(changes):
-    model = from_scratch(preset_spec("nano", vocab_size=40, layers=2, **changes), seed=0)
+    model = new_decoder(preset_spec("nano", vocab_size=40, layers=2, **changes), seed=0)
     for parameter in model.parameters():
         parameter.data *= 3
     heads = randomized_heads(model, 2)

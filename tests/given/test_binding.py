@@ -4,7 +4,7 @@ import datasets
 import pytest
 import yaml
 
-from whet.config.load_config import make_config, to_dict
+from whet.config.load_config import to_dict, validate_config
 from whet.data.sources.python_rows import PythonRows
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.given.binding import bind_config, check_given, insert_placeholders
@@ -87,7 +87,7 @@ def test_unnamed_records_are_training_data(tmp_path):
 
 def test_config_without_objects_is_unchanged():
     config = {**BASE, "data": {"train": "synth:house:4"}}
-    assert to_dict(bind_config(config, Given())) == to_dict(make_config(config))
+    assert to_dict(bind_config(config, Given())) == to_dict(validate_config(config))
     assert not Given()
     assert not collect_given()
 

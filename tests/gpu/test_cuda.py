@@ -10,23 +10,23 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import random_examples, run_config
-from whet.adapters.adapter import LoRASettings, adapted, unchanging
+from whet.adapters.adapter import LoRASettings, constant_weights, named_adapters
 from whet.adapters.layers.lora_linear import LoRALinear
-from whet.adapters.nf4 import dequantise, quantise
-from whet.config.load_config import make_config
+from whet.adapters.nf4 import dequantize_nf4, quantize_nf4
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.packing import StepSettings
 from whet.generation.cuda_graph import StaticDecodeBatch
 from whet.generation.engine import complete, generate_tokens
 from whet.generation.sampling import Sampling
 from whet.hardware import choose_precision
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
-from whet.models.moe import mixtures
+from whet.models.moe import moe_layers
 from whet.objectives.router_losses import RoutedObjective
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout, attend
-from whet.ops.grouped_experts import grouped_linear, grouped_problem, loop_linear
+from whet.ops.grouped_experts import expert_loop_linear, grouped_linear, grouped_mm_problem
 from whet.ops.lm_head import Head
 from whet.ops.log_softmax import token_losses
 from whet.training.callbacks import Callback, StopRun
@@ -137,7 +137,7 @@ def trainer(tiny_directory, precision, method="lora", optimizer="adamw"):
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(chosen.trained)
     keys = {"run": {"device": "cuda", "precision": precision}, "optim": {"name": optimizer}}
-    config = make_config(run_config(tiny_directory, ".", **keys))
+    config = validate_config(run_config(tiny_directory, ".", **keys))
     settings = StepSettings(4, None, 128, pack=True)
     return Trainer(model, SFT(), BatchStream(random_examples(20), settings, seed=0), config, precision=chosen)
 
@@ -177,8 +177,8 @@ def test_small_adapter_update_is_not_lost_in_16_bits(rows, width, out, bias, set
     layer.lora_B.data = 3e-4 * torch.randn_like(layer.lora_B)
     x = torch.randn(rows, width, device=CUDA).bfloat16()
     exact = F.linear(x.double(), *(p.double() for p in base.parameters()))
-    change = x.double() @ layer.delta().double().T
-    with torch.no_grad(), unchanging(layer) if settled else contextlib.nullcontext():
+    change = x.double() @ layer.delta_weight().double().T
+    with torch.no_grad(), constant_weights(layer) if settled else contextlib.nullcontext():
         output = layer(x).double()
     share = ((output - exact) * change).sum() / change.square().sum()
     rounding_error = (exact.bfloat16() - exact).square().mean().sqrt()
@@ -231,20 +231,20 @@ def step_without_synchronization(run, monkeypatch):
 @pytest.fixture(scope="module")
 def experts_directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("experts") / "model"
-    whet.save(from_scratch(preset_spec("nano-moe", layers=2, vocab_size=260), seed=0), None, directory)
+    whet.save(new_decoder(preset_spec("nano-moe", layers=2, vocab_size=260), seed=0), None, directory)
     return directory
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_grouped_expert_matmuls_match_the_loop(dtype):
-    if (problem := grouped_problem("cuda", dtype, (64, 32))) is not None:
+    if (problem := grouped_mm_problem("cuda", dtype, (64, 32))) is not None:
         pytest.skip(problem)
     torch.manual_seed(0)
     x = torch.randn(100, 32, device=CUDA, dtype=dtype, requires_grad=True)
     weight = torch.randn(5, 64, 32, device=CUDA, dtype=dtype, requires_grad=True)
     ends = torch.tensor([13, 13, 50, 99, 100], device=CUDA, dtype=torch.int32)  # groups of arbitrary sizes
     upstream = torch.randn(100, 64, device=CUDA, dtype=dtype)
-    output, expected = grouped_linear(x, weight, ends), loop_linear(x, weight, ends)
+    output, expected = grouped_linear(x, weight, ends), expert_loop_linear(x, weight, ends)
     pairs = [(output, expected)]
     pairs += zip(
         torch.autograd.grad(output, (x, weight), upstream),
@@ -258,13 +258,13 @@ def test_grouped_expert_matmuls_match_the_loop(dtype):
 
 
 def test_router_metrics_do_not_synchronize(experts_directory, monkeypatch):
-    if (problem := grouped_problem("cuda", torch.bfloat16, (128, 176))) is not None:
+    if (problem := grouped_mm_problem("cuda", torch.bfloat16, (128, 176))) is not None:
         pytest.skip(problem)
     run = trainer(experts_directory, "bf16", "full")
-    run.objective = RoutedObjective(SFT(), mixtures(run.model), load_balancing=0.01, z_loss=0.01)
+    run.objective = RoutedObjective(SFT(), moe_layers(run.model), load_balancing=0.01, z_loss=0.01)
     step_without_synchronization(run, monkeypatch)
     metrics = run.step(next(run.stream))
-    RouterMetrics(mixtures(run.model), [0, 1]).on_step_end(1, metrics)
+    RouterMetrics(moe_layers(run.model), [0, 1]).on_step_end(1, metrics)
     assert sum(metrics["per_expert_share"]) == pytest.approx(1, abs=1e-4)
 
 
@@ -298,7 +298,7 @@ def test_cuda_graphs_match_the_cpu(tiny_directory, monkeypatch, temperature, ada
         if adapter:
             whet.attach_lora(model, rank=4, variant=adapter)
             generator = torch.Generator().manual_seed(1)
-            for _, layer in adapted(model):
+            for _, layer in named_adapters(model):
                 for weight in (
                     layer.lora_A,
                     layer.lora_B,
@@ -381,15 +381,15 @@ def test_resumed_run_equals_an_uninterrupted_run(tiny_directory, tmp_path, compi
 def test_background_save_stores_the_weights_of_its_step(tmp_path):
     """Copies from the device are asynchronous. The next step must not overtake them."""
     from whet.config.run import Checkpoint
-    from whet.training.checkpoint import checkpoint_path, contents_of
+    from whet.training.checkpoint import checkpoint_contents, checkpoint_path
     from whet.training.checkpoint_writer import CheckpointWriter
 
     model = torch.nn.Linear(4096, 4096, device=CUDA)
     writer = CheckpointWriter(tmp_path, Checkpoint(keep=3))
     for step in (1, 2):
         expected = model.weight.detach().cpu().clone()
-        writer.save(step, contents_of(model, None, step, None), best_steps=())
-        writer.before_update()
+        writer.save(step, checkpoint_contents(model, None, step, None), best_steps=())
+        writer.wait_for_copy()
         with torch.no_grad():
             model.weight.add_(1.0)
         writer.wait()
@@ -401,11 +401,11 @@ def test_background_save_stores_the_weights_of_its_step(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_4_bit_weights_are_equal_on_both_devices(dtype):
     weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(0))
-    on_cpu, on_gpu = quantise(weight), quantise(weight.to(CUDA))
+    on_cpu, on_gpu = quantize_nf4(weight), quantize_nf4(weight.to(CUDA))
     for name, tensor in on_cpu.items():
         assert torch.equal(on_gpu[name].cpu(), tensor), name
-    expected = dequantise(on_cpu, (96, 160), dtype)
-    assert torch.equal(dequantise(on_gpu, (96, 160), dtype).cpu(), expected)
+    expected = dequantize_nf4(on_cpu, (96, 160), dtype)
+    assert torch.equal(dequantize_nf4(on_gpu, (96, 160), dtype).cpu(), expected)
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])

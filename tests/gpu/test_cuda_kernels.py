@@ -12,9 +12,9 @@ from whet.adapters.layers.lora_linear import LoRALinear
 from whet.generation.engine import complete, generate_tokens
 from whet.models.feedforward import FeedForward
 from whet.models.norms import OffsetRMSNorm, RMSNorm
-from whet.models.rope import rotate, rotation
+from whet.models.rope import apply_rope, rope_cos_sin
 from whet.models.spec import FeedForwardSpec
-from whet.ops.dispatch import kernels_work
+from whet.ops.dispatch import can_build_kernels
 from whet.ops.kernels import fused_decode, lora_swiglu
 from whet.ops.kernels.lora_swiglu import gated_gradients, gated_output
 from whet.ops.lm_head import Head
@@ -90,13 +90,13 @@ def test_fused_norm_matches_the_plain_norm(size, kind, dtype):
     torch.nn.init.normal_(norm.weight)
     wide = torch.randn(2, 3, 7, 2 * size, device="cuda").to(dtype) * 3
     for x in (wide[..., :size].contiguous(), wide[..., size:], wide[..., :size].transpose(1, 2)):
-        with torch.no_grad(), fused_decode.decoding():
+        with torch.no_grad(), fused_decode.fused_decoding():
             output = norm(x)
         assert output.grad_fn is None
         assert_equal_to_the_last_digit(output, norm(x).detach())
     if dtype != torch.float32:  # float32 weights with 16-bit hidden states
         norm.float()
-        with torch.no_grad(), fused_decode.decoding():
+        with torch.no_grad(), fused_decode.fused_decoding():
             output = norm(wide[..., :size])
         assert_equal_to_the_last_digit(output, norm(wide[..., :size]).detach())
 
@@ -112,10 +112,10 @@ def test_fused_rotation_matches_the_plain_rotation(size, dtype):
     frequencies = torch.rand(size // 2, device="cuda")
     for rope_positions in (positions, positions[:1]):
         for kind in (dtype, torch.float32):
-            cos, sin = (tensor.to(kind) for tensor in rotation(rope_positions, frequencies))
-            plain = rotate(x, cos, sin)
-            with torch.no_grad(), fused_decode.decoding():
-                output = rotate(x, cos, sin)
+            cos, sin = (tensor.to(kind) for tensor in rope_cos_sin(rope_positions, frequencies))
+            plain = apply_rope(x, cos, sin)
+            with torch.no_grad(), fused_decode.fused_decoding():
+                output = apply_rope(x, cos, sin)
             assert output.dtype == plain.dtype
             # in 16 bits every product is rounded; in 32 bits one may be fused with the addition
             exact = plain.dtype != torch.float32
@@ -130,22 +130,22 @@ def test_fused_gate_matches_the_plain_gate(width, fused_weights, dtype):
     layer = FeedForward(FeedForwardSpec(width=width, fused=fused_weights), d_model=32).to("cuda", dtype)
     layer.down_proj = torch.nn.Identity()
     x = 8 * torch.randn(3, 7, 32, device="cuda").to(dtype)
-    with torch.no_grad(), fused_decode.decoding():
+    with torch.no_grad(), fused_decode.fused_decoding():
         output = layer(x)
     assert_equal_to_the_last_digit(output, layer(x).detach())
 
 
 def test_fused_kernels_are_only_for_decoding_without_gradients():
     x = torch.ones(2, 8, device="cuda")
-    assert not fused_decode.suits(x)
+    assert not fused_decode.is_supported(x)
     with torch.no_grad():
-        assert not fused_decode.suits(x)
-    with torch.no_grad(), fused_decode.decoding():
-        assert fused_decode.suits(x, x.bfloat16())
-        assert not fused_decode.suits(x, x.cpu())
-        assert not fused_decode.suits(x.double())
-    with fused_decode.decoding():
-        assert not fused_decode.suits(x)
+        assert not fused_decode.is_supported(x)
+    with torch.no_grad(), fused_decode.fused_decoding():
+        assert fused_decode.is_supported(x, x.bfloat16())
+        assert not fused_decode.is_supported(x, x.cpu())
+        assert not fused_decode.is_supported(x.double())
+    with fused_decode.fused_decoding():
+        assert not fused_decode.is_supported(x)
     assert RMSNorm(8, eps=1e-5).cuda()(x).requires_grad
 
 
@@ -154,7 +154,7 @@ def test_decoding_with_fused_kernels_matches_plain_decoding(tiny_directory, monk
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
     settings = {"max_tokens": 24, "stop_tokens": set(), "seeds": [0, 1, 2]}
     output = complete(model, prompts, **settings)
-    monkeypatch.setattr(fused_decode, "suits", lambda *tensors: False)
+    monkeypatch.setattr(fused_decode, "is_supported", lambda *tensors: False)
     plain = complete(model, prompts, **settings)
     compared = 0
     for ours, theirs in zip(output, plain, strict=True):
@@ -183,17 +183,17 @@ def test_plain_pytorch_is_used_without_a_compiler(tiny_directory, tmp_path, monk
     logits, targets = torch.randn(6, 50, device="cuda"), torch.arange(6, device="cuda")
     head = Head(torch.zeros(50, 4, device="cuda"))
     losses = token_losses(logits.clone(), targets, head)
-    assert kernels_work()
+    assert can_build_kernels()
     monkeypatch.setattr(fused_decode_triton, "silu_gate_on_gpu", broken)
-    kernels_work.cache_clear()
+    can_build_kernels.cache_clear()
     try:
         assert generate_tokens(model, [[5, 6, 7]], **settings) == expected
         for ours, theirs in zip(token_losses(logits.clone(), targets, head), losses, strict=True):
             torch.testing.assert_close(ours, theirs)
         whet.train(run_config(tiny_directory, tmp_path, run={"device": "cuda"}))
-        assert not kernels_work()
+        assert not can_build_kernels()
     finally:
-        kernels_work.cache_clear()
+        can_build_kernels.cache_clear()
     assert [line for line in caplog.messages if "Triton" in line] == [
         "Triton cannot build kernels on this machine (Failed to find C compiler.): "
         "using slower plain PyTorch instead"

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import whet
 from tiny import random_examples
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.packing import StepSettings
 from whet.objectives.sft import SFT
@@ -17,7 +17,7 @@ TOLERANCE = 2e-6
 
 
 def config(tiny_directory):
-    return make_config(
+    return validate_config(
         {
             "model": str(tiny_directory),
             "data": {"train": "unused"},

@@ -20,9 +20,9 @@ from models.test_decoder import MODELS
 from models.test_decoder import model as make_model
 from tiny import run_config
 from tiny_adapters import shake, tokens
-from whet.adapters.fused_lora import Settled
+from whet.adapters.fused_lora import PreparedLayers
 from whet.adapters.layers.lora_linear import LoRALinear
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError
@@ -31,12 +31,12 @@ from whet.models import decoder, moe
 from whet.objectives.sft import SFT
 from whet.ops import attention, dispatch, linear
 from whet.ops.cross_entropy import linear_cross_entropy
-from whet.ops.dispatch import FAST, REFERENCE, Paths, chosen_paths, using
+from whet.ops.dispatch import FAST, REFERENCE, Paths, current_paths, use_paths
 from whet.ops.kernels import fused_decode, lora_swiglu
 from whet.ops.kl_divergence import linear_kl, linear_topk_kl, top_logprobs
 from whet.ops.lm_head import Head
 from whet.ops.logprobs import token_logprobs
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.training.callbacks import Callback, StopRun
 from whet.training.loss import total_weights, weighted_loss
 from whet.training.optim.plain_adam import PlainAdam
@@ -99,14 +99,14 @@ def config_for(row, device, precision):
         merged = isinstance(keys, dict) and section != "method"
         config[section] = {**config.get(section, {}), **keys} if merged else keys
     config["run"] |= {"device": device, "precision": precision}
-    return make_config(config)
+    return validate_config(config)
 
 
 def compute(config, paths, batches=None):
     """Return loss, metrics and gradients of a run's first step, or of given batches, with the given paths."""
     with contextlib.ExitStack() as held:
-        with using(paths):
-            work = held.enter_context(assembled(config))
+        with use_paths(paths):
+            work = held.enter_context(open_assembly(config))
         model, objective = shake(work.model), work.objective
         batches = batches or next(work.stream)
         learned = {f"model.{name}": p for name, p in model.named_parameters() if p.requires_grad}
@@ -168,7 +168,7 @@ LAYOUTS = {
 
 def decoder_gradients(name, layout, paths, *, dtype, adapted, device="cpu"):
     blocks, settings = MODELS[name]
-    with using(paths):
+    with use_paths(paths):
         model = make_model(blocks, **settings).to(device, dtype).train()
     if adapted:
         torch.manual_seed(0)
@@ -288,7 +288,7 @@ def test_decoding_matches_the_reference(name, sampling, device):
     prompts = [[*start, 3, 4], [*start, 9], [*start, 3, 4], [7, 7, 7]]
     actual = []
     for paths in (FAST, REFERENCE):
-        with using(paths):
+        with use_paths(paths):
             model = make_model(blocks, **settings).to(device)
         torch.manual_seed(0)
         shake(whet.attach_lora(model, rank=3, variant="dora" if name == "dora" else "lora"))
@@ -414,14 +414,14 @@ FORBIDDEN = {
     "grouped experts": (moe, "grouped_linear"),
     "sorted experts": (moe, "sort_by_expert"),
     "products of few rows": (linear, "linear"),
-    "decoding kernels": (fused_decode, "kernels_work"),
+    "decoding kernels": (fused_decode, "can_build_kernels"),
     "decoding attention": (attention, "_attend_grouped"),
-    "prepared adapters": (Settled, "__init__"),
-    "fused feed-forward": (lora_swiglu, "suits"),
-    "fused siblings": (sys.modules["whet.adapters.layers.lora_linear"], "low_rank_products"),
+    "prepared adapters": (PreparedLayers, "__init__"),
+    "fused feed-forward": (lora_swiglu, "is_supported"),
+    "fused siblings": (sys.modules["whet.adapters.layers.lora_linear"], "fused_lora_outputs"),
     "CUDA graphs": (engine, "StaticDecodeBatch"),
     "fused Adam": (torch, "_fused_adamw_"),
-    "Triton": (dispatch, "kernels_problem"),
+    "Triton": (dispatch, "kernel_build_problem"),
     "torch.compile": (torch.nn.Module, "compile"),
 }  # fmt: skip
 ON_A_GPU = {"varlen attention", "CUDA graphs", "Triton", "decoding kernels"}
@@ -429,7 +429,7 @@ ON_A_GPU = {"varlen attention", "CUDA graphs", "Triton", "decoding kernels"}
 
 def use_everything(inputs, directory, device):
     """Run training, decoding and compilation, which together use all of the paths above."""
-    dispatch.kernels_work.cache_clear()
+    dispatch.can_build_kernels.cache_clear()
     for number, row in enumerate(("sft-packed", "sft-lora", "qlora", "moe-lora", "bridge", "mtp-moe")):
         config = config_of(row)
         own = {"dir": str(directory), "device": device, "steps": 2, "compile": number == 0}
@@ -479,14 +479,14 @@ def test_default_path_uses_all_fast_paths(device, inputs, tmp_path, monkeypatch)
 
 def test_reference_applies_only_to_objects_built_inside_it(tiny_directory, tmp_path):
     load = lambda: whet.load(tiny_directory, dtype=torch.float32, device="cpu")[0]  # noqa: E731
-    config = make_config(run_config(tiny_directory, tmp_path))
+    config = validate_config(run_config(tiny_directory, tmp_path))
     before = load()
     with whet.reference():
         inside, trainer = load(), Trainer(load(), SFT(), [], config)
         whet.attach_lora(before, rank=2)
-        with using(FAST):
-            assert chosen_paths() == FAST
-        assert chosen_paths() == REFERENCE
+        with use_paths(FAST):
+            assert current_paths() == FAST
+        assert current_paths() == REFERENCE
     after = load()
     whet.attach_lora(inside, rank=2)
     for model, paths in ((before, FAST), (inside, REFERENCE), (after, FAST)):
@@ -499,10 +499,10 @@ def test_reference_applies_only_to_objects_built_inside_it(tiny_directory, tmp_p
 @pytest.mark.parametrize(("given", "paths"), [("1", REFERENCE), ("true", REFERENCE), ("0", FAST), ("", FAST)])
 def test_environment_variable_selects_the_reference_path(given, paths, monkeypatch):
     monkeypatch.setenv("WHET_REFERENCE", given)
-    assert chosen_paths() == paths
+    assert current_paths() == paths
 
 
 def test_invalid_environment_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("WHET_REFERENCE", "kernels")
     with pytest.raises(ConfigError, match="WHET_REFERENCE=kernels"):
-        chosen_paths()
+        current_paths()

@@ -12,7 +12,7 @@ import whet
 from tiny import run_config
 from whet.cli.app import app
 from whet.model_io.hub import hub_id
-from whet.model_io.resolve import base_of
+from whet.model_io.resolve import base_model_of
 
 ALIAS, HUB_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 41]])
@@ -66,7 +66,7 @@ def test_runs_of_older_versions_with_an_alias_still_load(caches):
         json.dumps({**config_of(final), "base_model_name_or_path": ALIAS})
     )
     (final / "trained_on.json").unlink()
-    assert base_of(final) == ALIAS
+    assert base_model_of(final) == ALIAS
     assert torch.equal(logits_of(final), ours)
 
 

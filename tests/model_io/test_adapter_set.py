@@ -9,7 +9,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 import whet
 from tiny_adapters import adapter_tensors
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.errors import ConfigError, ModelError
 from whet.model_io.export.logit_difference import compare_logits, merge_measured, sample_tokens
 from whet.model_io.merging.adapter_set import AdapterSet, updates_of
@@ -53,7 +53,7 @@ def test_switching_selects_each_adapter_and_the_base_exactly(adapter_set):
         assert torch.equal(adapters.model(TOKENS), expected_logits[name])
     adapters.use(None)
     assert torch.equal(adapters.model(TOKENS), expected_logits["base"])
-    assert not list(adapted(adapters.model))
+    assert not list(named_adapters(adapters.model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +67,7 @@ def test_weighted_sum_is_merged_and_unmerged_bit_for_bit(tiny_directory, tmp_pat
         adapters.add(name, tmp_path / name)
         updates[name] = {
             layer: module.lora_B.double() @ module.lora_A.double() * module.scale
-            for layer, module in adapted(model)
+            for layer, module in named_adapters(model)
         }
     adapters.merge({"red": 0.75, "blue": -0.5})
     num_updates = 0
@@ -130,7 +130,7 @@ def test_misuse_is_rejected(adapter_set, tiny_directory, tmp_path):
 @torch.no_grad()
 def test_updates_are_not_rounded_to_the_dtype_of_the_base(tiny_directory, tmp_path, adapter_set):
     model, _ = whet.load(tmp_path / "red", dtype=torch.bfloat16, device="cpu")
-    for _, layer in adapted(model):
+    for _, layer in named_adapters(model):
         expected = layer.lora_B.double() @ layer.lora_A.double() * layer.scale
         torch.testing.assert_close(updates_of(layer)["weight"].double(), expected, rtol=1e-4, atol=1e-6)
         assert layer.base.weight.dtype == torch.bfloat16

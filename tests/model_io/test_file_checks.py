@@ -149,7 +149,7 @@ def test_invalid_alpha_is_rejected(tmp_path, base, layout, value):
 
 def test_checkpoint_of_a_diverged_run_is_rejected(tmp_path, base):
     """The manifest is valid, because the run itself wrote the weights."""
-    from whet.storage import MANIFEST, sha256_of
+    from whet.storage import MANIFEST, file_sha256
 
     run = whet.train(run_config(base, tmp_path)).directory
     checkpoint = run / "checkpoints" / "step-000004"
@@ -157,7 +157,7 @@ def test_checkpoint_of_a_diverged_run_is_rejected(tmp_path, base):
     name = min(load_file(file))
     change(file, name, INVALID["all-nan"])
     manifest = json.loads((checkpoint / MANIFEST).read_text())
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
     assert f"tensor {name} has NaN or infinite values" in load_error(checkpoint)
 

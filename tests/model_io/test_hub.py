@@ -20,8 +20,8 @@ from huggingface_hub.utils import filter_repo_objects
 import whet.model_io.gguf.reader
 from whet.errors import ModelError
 from whet.model_io import hub
-from whet.model_io.hub import cached_models, resolve
-from whet.storage import cache_dir, new_directory
+from whet.model_io.hub import cached_models, resolve_model
+from whet.storage import cache_dir, create_directory_atomically
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF = b"GGUF" + bytes(range(200))
@@ -73,12 +73,12 @@ class FakeSources:
     def convert(self, source: Path, target: Path) -> None:
         self.requests.append("convert")
         assert source.read_bytes() == GGUF
-        with new_directory(target) as staging:
+        with create_directory_atomically(target) as staging:
             (staging / "config.json").write_text("{}")
             (staging / "model.safetensors").write_bytes(bytes(10))
 
     def resolve(self, name: str) -> Path:
-        return resolve(name, progress=self.progress.append)
+        return resolve_model(name, progress=self.progress.append)
 
 
 @pytest.fixture
@@ -411,12 +411,12 @@ def _resolve_slowly(barrier: Any, log: Path, results: Any) -> None:
         with log.open("a") as file:
             file.write("converted\n")
         time.sleep(0.3)
-        with new_directory(target) as staging:
+        with create_directory_atomically(target) as staging:
             (staging / "config.json").write_text("{}")
 
     whet.model_io.gguf.reader.convert_gguf = convert  # in the child process only
     barrier.wait()
-    results.put(str(resolve("tiny.gguf", progress=lambda _: None)))
+    results.put(str(resolve_model("tiny.gguf", progress=lambda _: None)))
 
 
 def test_concurrent_processes_convert_once(sources: FakeSources, tmp_path: Path) -> None:
@@ -438,5 +438,5 @@ def test_progress_goes_to_stderr_by_default(
     sources: FakeSources, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tiny.gguf").write_bytes(GGUF)
-    resolve("tiny.gguf")
+    resolve_model("tiny.gguf")
     assert capsys.readouterr().err.startswith("converting tiny.gguf")

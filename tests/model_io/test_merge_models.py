@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import whet
 from tiny import write_tiny_model
 from tiny_adapters import adapter_tensors
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import CheckpointError, ConfigError, ModelError
-from whet.model_io.load import load_base, load_quantised
+from whet.model_io.load import load_base, load_quantized
 from whet.model_io.merging import merge_methods
 from whet.model_io.merging.merge_models import merge_models
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 
 
@@ -155,13 +155,13 @@ def test_adapters_of_one_base_are_merged_as_updates(tiny_directory, tmp_path, dt
 
 
 def write_quantized_adapter(base, directory, *, seed):
-    model = load_quantised(base, dtype=torch.bfloat16, device=torch.device("cpu"))
+    model = load_quantized(base, dtype=torch.bfloat16, device=torch.device("cpu"))
     return write_lora(model, directory, seed=seed, size=0.02)
 
 
 def dequantized_tensors(base):
     """Return the dequantized tensors of a 4-bit base, by their names in its files."""
-    model = load_quantised(base, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_quantized(base, dtype=torch.float32, device=torch.device("cpu"))
     plain = dict(model.named_parameters())
     plain |= {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, NF4Linear)}
     return {model.hf_name(name): tensor for name, tensor in plain.items()}
@@ -209,7 +209,7 @@ def test_unadapted_tensors_are_not_rounded(tiny_directory, tmp_path, method):
 
 
 def test_adapters_of_experts_and_routers_are_merged_per_expert(tmp_path, tiny_directory):
-    base = from_scratch(preset_spec("nano-moe", layers=1, vocab_size=260), seed=0)
+    base = new_decoder(preset_spec("nano-moe", layers=1, vocab_size=260), seed=0)
     whet.save(base, AutoTokenizer.from_pretrained(tiny_directory), tmp_path / "base")
     states = []
     for seed in (1, 2):
@@ -234,7 +234,7 @@ def adapter_updates(base, adapter):
         model.hf_name(f"{name}.weight"): (
             module.lora_B.double() @ module.lora_A.double() * module.scale
         ).detach()
-        for name, module in adapted(model)
+        for name, module in named_adapters(model)
     }
 
 
@@ -244,7 +244,7 @@ def test_run_adapter_and_model_can_be_merged(tiny_directory, models, adapters, t
     merge_models([tmp_path / "run", models[0]], tmp_path / "out", method="average")
     model, _ = whet.load(tmp_path / "run", dtype=torch.float32, device="cpu")
     name = "model.layers.0.mlp.down_proj.weight"
-    merged = dict(adapted(model))["layers.0.mlp.down_proj"].merged_weight()
+    merged = dict(named_adapters(model))["layers.0.mlp.down_proj"].merged_weight()
     expected = (merged + weights_of(models[0])[name]) / 2
     torch.testing.assert_close(weights_of(tmp_path / "out")[name], expected.detach())
 

@@ -149,11 +149,11 @@ print((peak - before) / sum(p.numel() * p.element_size() for p in model.paramete
 def test_sharded_checkpoint_is_streamed(dtype, tmp_path):
     """Peak memory while loading stays under 1.3 times the model, converted or not."""
     from whet.model_io.save import save_model
-    from whet.models.from_scratch.init_weights import from_scratch
+    from whet.models.from_scratch.init_weights import new_decoder
     from whet.models.from_scratch.presets import preset_spec
 
     spec = preset_spec("nano", d_model=512, layers=16, heads=8, width=1536, vocab_size=2000)
-    save_model(from_scratch(spec, seed=0), None, tmp_path / "model", max_shard_bytes=60_000_000)
+    save_model(new_decoder(spec, seed=0), None, tmp_path / "model", max_shard_bytes=60_000_000)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "model"), dtype]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

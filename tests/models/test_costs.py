@@ -35,7 +35,7 @@ def test_parameter_counts_match_the_modules(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_match_torchs_counter(name, monkeypatch):
     # torch's counter does not support grouped_mm, but counts the loop
-    monkeypatch.setattr("whet.ops.grouped_experts.grouped_problem", lambda *_: "counted")
+    monkeypatch.setattr("whet.ops.grouped_experts.grouped_mm_problem", lambda *_: "counted")
     blocks, settings = MODELS[name]
     decoder = model(blocks, **settings)
     tokens = torch.randint(0, 50, (1, 24))
@@ -56,7 +56,7 @@ def test_presets_are_counted_without_being_built(name):
     # rule of thumb: two FLOPs per parameter and token, with a tied embedding counted once (as the head)
     flops, active = flops_per_token(spec, 1), parameter_counts(spec, active=True)
     assert flops == pytest.approx(2 * (sum(active.values()) - active["positions"]), rel=0.03)
-    assert (sum(active.values()) == total) == (not spec.mixtures)
+    assert (sum(active.values()) == total) == (not spec.expert_specs)
 
 
 def test_only_visible_pairs_are_counted():

@@ -12,7 +12,7 @@ from whet.generation.engine import generate_tokens
 from whet.models.decoder import Decoder
 from whet.models.feedforward import FeedForward
 from whet.models.norms import make_norm
-from whet.models.rope import alibi_slopes, inverse_frequencies, rotate, rotation, sinusoids
+from whet.models.rope import alibi_slopes, apply_rope, inverse_frequencies, rope_cos_sin, sinusoids
 from whet.models.spec import (
     AttentionSpec,
     BlockSpec,
@@ -241,7 +241,7 @@ def test_rope_rotates_pairs_by_position_times_frequency():
     frequencies = inverse_frequencies(RopeSpec(theta=50.0), 6)
     torch.testing.assert_close(frequencies, torch.tensor([50.0 ** (-2 * i / 6) for i in range(3)]))
     x, position = torch.randn(1, 1, 1, 6), torch.tensor([[7]])
-    rotated = rotate(x, *rotation(position, frequencies))[0, 0, 0]
+    rotated = apply_rope(x, *rope_cos_sin(position, frequencies))[0, 0, 0]
     for i, frequency in enumerate(frequencies.tolist()):
         a, b = x[0, 0, 0, i], x[0, 0, 0, i + 3]
         cos, sin = math.cos(7 * frequency), math.sin(7 * frequency)

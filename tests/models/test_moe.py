@@ -12,9 +12,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 import whet
 from whet.errors import ModelError
 from whet.models.feedforward import ACTIVATIONS
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
-from whet.models.moe import MixtureOfExperts, balance_biases, mixtures, recording, route
+from whet.models.moe import MixtureOfExperts, balance_biases, moe_layers, record_routing, route
 from whet.models.spec import ExpertsSpec
 
 
@@ -114,16 +114,16 @@ def test_bias_affects_only_the_selection():
 
 
 def test_each_forward_with_gradients_is_recorded_once(monkeypatch):
-    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).train()
+    model = new_decoder(preset_spec("nano-moe", layers=2), seed=0).train()
     tokens = torch.randint(0, 100, (2, 12))
     model.grad_checkpoint = True
-    with recording(mixtures(model)) as records:
+    with record_routing(moe_layers(model)) as records:
         hidden = model.hidden(tokens)
         with torch.no_grad():
             model.hidden(tokens)
     hidden.sum().backward()  # recomputes the layers
     assert [len(record) for record in records] == [1, 1]
-    assert all(layer.record is None for layer in mixtures(model))
+    assert all(layer.routing_records is None for layer in moe_layers(model))
     with torch.no_grad():
         model.hidden(tokens)
 
@@ -132,9 +132,9 @@ def test_gradients_through_recorded_logits_work_with_checkpointing():
     """Auxiliary losses need this gradient. It equals the gradient without checkpointing."""
     gradients = []
     for recompute in (False, True):
-        model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).train()
+        model = new_decoder(preset_spec("nano-moe", layers=2), seed=0).train()
         model.grad_checkpoint = recompute
-        with recording(mixtures(model)) as records:
+        with record_routing(moe_layers(model)) as records:
             hidden = model.hidden(torch.arange(24).view(2, 12))
         (hidden.square().mean() + sum(r[0].logits.logsumexp(-1).square().mean() for r in records)).backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -145,15 +145,15 @@ def test_gradients_through_recorded_logits_work_with_checkpointing():
 def test_model_with_all_expert_features_is_saved_and_loaded(tmp_path):
     spec = preset_spec("nano-moe", layers=2, router="sigmoid", shared_experts=1, balance_bias=True)
     assert spec.family == "whet"
-    model = from_scratch(spec, seed=0).eval()
-    for moe_layer in mixtures(model):
+    model = new_decoder(spec, seed=0).eval()
+    for moe_layer in moe_layers(model):
         moe_layer.expert_bias.normal_()
     whet.save(model, None, tmp_path / "saved")
     loaded, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(loaded(tokens), model(tokens))
-        for moe_layer in mixtures(loaded):
+        for moe_layer in moe_layers(loaded):
             moe_layer.expert_bias.zero_()
         assert not torch.equal(loaded(tokens), model(tokens)), "the bias must change the output"
 
@@ -161,7 +161,7 @@ def test_model_with_all_expert_features_is_saved_and_loaded(tmp_path):
 def test_fused_expert_tensors_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0).eval()
+    model = new_decoder(preset_spec("nano-moe", layers=2), seed=0).eval()
     whet.save(model, None, tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
     assert "model.layers.1.block_sparse_moe.experts.7.w2.weight" in names
@@ -187,7 +187,7 @@ def test_fused_expert_tensors_are_read(tmp_path):
 def test_mismatched_files_raise_errors(tmp_path, change, message):
     from safetensors.torch import load_file, save_file
 
-    whet.save(from_scratch(preset_spec("nano-moe", layers=1), seed=0), None, tmp_path)
+    whet.save(new_decoder(preset_spec("nano-moe", layers=1), seed=0), None, tmp_path)
     tensors, config = (
         load_file(tmp_path / "model.safetensors"),
         json.loads((tmp_path / "config.json").read_text()),
@@ -211,7 +211,7 @@ def test_invalid_mixture_is_explained(settings, message):
 
 def test_expert_bias_stays_in_float32():
     spec = preset_spec("nano-moe", balance_bias=True)
-    model = from_scratch(spec, seed=0)
+    model = new_decoder(spec, seed=0)
     for bias in balance_biases(model).values():
         bias.fill_(0.501)
     for moved in (model.to(torch.bfloat16), copy.deepcopy(model).to("cpu", torch.bfloat16)):

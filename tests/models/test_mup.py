@@ -12,8 +12,8 @@ import whet
 from whet.config.optim import MuP, Optim
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.init_weights import from_scratch
-from whet.models.from_scratch.mup import refuse_other_multipliers, with_mup_multipliers
+from whet.models.from_scratch.init_weights import new_decoder
+from whet.models.from_scratch.mup import check_mup_multipliers, with_mup_multipliers
 from whet.models.from_scratch.presets import preset_spec
 from whet.training.optim.optimizers import create_optimizer, masked_step
 from whet.training.optim.param_groups import hidden_matrices
@@ -60,13 +60,13 @@ SHAPES = {
 
 def wide(shape, **mup):
     spec = preset_spec("nano", mup=MuP(base_width=16, **mup), **WIDE, **SHAPES[shape])
-    return from_scratch(spec, seed=0, width_ratio=RATIO)
+    return new_decoder(spec, seed=0, width_ratio=RATIO)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_initial_weights_follow_the_table(shape):
     """Weights equal those without muP times the factors of the table, because both use the same generator."""
-    without_mup = from_scratch(preset_spec("nano", **WIDE, **SHAPES[shape]), seed=0).state_dict()
+    without_mup = new_decoder(preset_spec("nano", **WIDE, **SHAPES[shape]), seed=0).state_dict()
     for name, p in wide(shape).named_parameters():
         factor = TABLE[name]["std"] if p.dim() > 1 else 1
         torch.testing.assert_close(p.detach(), without_mup[name] * factor, rtol=1e-6, atol=0)
@@ -123,7 +123,7 @@ def test_scores_and_logits_are_scaled():
 def test_at_the_base_width_nothing_changes():
     without_mup = preset_spec("nano", **WIDE)
     assert preset_spec("nano", mup=MuP(base_width=64), **WIDE) == without_mup
-    model = from_scratch(without_mup, seed=0)
+    model = new_decoder(without_mup, seed=0)
     section = Optim(name="adamw", weight_decay=0.1)
     groups = create_optimizer(section, model).param_groups
     mup = create_optimizer(section.model_copy(update={"mup": MuP(base_width=64)}), model).param_groups
@@ -206,7 +206,7 @@ def test_muon_step_changes_outputs_equally_at_every_width():
     update_norms = {}
     for width in (32, 128):
         spec = preset_spec("nano", **{**WIDE, "d_model": width, "width": 2 * width})
-        model = from_scratch(spec, seed=0, width_ratio=width / 16)
+        model = new_decoder(spec, seed=0, width_ratio=width / 16)
         optimizer = create_optimizer(Optim(name="muon", lr=0.1, mup=BASE), model)
         before = {key: p.detach().clone() for key, p in model.named_parameters()}
         torch.manual_seed(0)
@@ -239,7 +239,7 @@ def test_muon_step_changes_outputs_equally_at_every_width():
 def test_saved_model_is_loaded_by_whet_and_by_transformers_if_supported(tmp_path, changes, family):
     changes = dict(changes)
     mup = MuP(base_width=16, base_head_dim=changes.pop("base_head_dim", None))
-    model = from_scratch(preset_spec("nano", mup=mup, **WIDE, **changes), seed=0, width_ratio=RATIO).eval()
+    model = new_decoder(preset_spec("nano", mup=mup, **WIDE, **changes), seed=0, width_ratio=RATIO).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(8)  # make scores and logits matter
@@ -265,18 +265,18 @@ def test_fingerprints_and_files_from_before_mup_stay_valid(tmp_path):
     spec = preset_spec("nano", **WIDE, positions="alibi")
     assert spec.family == "whet"
     assert "logit_scale" not in spec.describe()
-    whet.save(from_scratch(spec, seed=0), None, tmp_path)
+    whet.save(new_decoder(spec, seed=0), None, tmp_path)
     assert whet.load(tmp_path, device="cpu")[0].spec == spec
 
 
 def test_multipliers_of_a_loaded_model_are_checked():
     spec = wide("llama-tied").spec
-    refuse_other_multipliers(spec, BASE, name="it")
+    check_mup_multipliers(spec, BASE, name="it")
     for other_mup in (MuP(base_width=32), MuP(base_width=16, base_head_dim=16)):
         with pytest.raises(ConfigError, match="it was not built with muP at optim.mup.base_width"):
-            refuse_other_multipliers(spec, other_mup, name="it")
+            check_mup_multipliers(spec, other_mup, name="it")
     with pytest.raises(ConfigError, match="was not built with muP"):
-        refuse_other_multipliers(None, BASE, name="it")
+        check_mup_multipliers(None, BASE, name="it")
 
 
 @pytest.mark.parametrize(

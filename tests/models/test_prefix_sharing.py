@@ -17,7 +17,7 @@ from whet.models.decoder import Decoder
 from whet.models.prefix_sharing import MIN_SHARED_TOKENS, share_prefixes
 from whet.objectives.sft import SFT
 from whet.ops.attention import Layout
-from whet.ops.dispatch import planned_for
+from whet.ops.dispatch import plan_for_device
 
 PREFIX = list(range(100, 130))
 
@@ -157,7 +157,7 @@ def test_experts_disable_sharing(counted):
 
 def test_planning_disables_sharing(counted):
     model, batch, counts = counted
-    with planned_for("cpu"):
+    with plan_for_device("cpu"):
         run(model, batch)
     assert counts == [83]
 

@@ -10,7 +10,7 @@ import whet
 from whet.errors import ModelError
 from whet.models.costs import parameter_counts
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import (
     ATTENTIONS,
     FEEDFORWARDS,
@@ -99,7 +99,7 @@ def test_new_model_is_saved_and_loaded(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     spec = preset_spec("nano", **SMALL, **VARIANTS[name])
-    ours = from_scratch(spec, seed=3).eval()
+    ours = new_decoder(spec, seed=3).eval()
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -117,7 +117,7 @@ def test_new_model_is_saved_and_loaded(name, tmp_path):
 
 def test_initial_weights_follow_the_rule_and_the_seed():
     spec = preset_spec("nano", positions="learned", norm="layer", bias=True)
-    decoder = from_scratch(spec, seed=1)
+    decoder = new_decoder(spec, seed=1)
     state = decoder.state_dict()
     residual = 0.02 / math.sqrt(8)  # four layers, two additions each
     for name, std in (
@@ -132,7 +132,7 @@ def test_initial_weights_follow_the_rule_and_the_seed():
         assert abs(state[name].mean().item()) < std / 20, name
     assert (state["layers.0.input_layernorm.weight"] == 1).all()
     assert (state["layers.0.self_attn.q_proj.bias"] == 0).all()
-    same_seed, other_seed = from_scratch(spec, seed=1).state_dict(), from_scratch(spec, seed=2).state_dict()
+    same_seed, other_seed = new_decoder(spec, seed=1).state_dict(), new_decoder(spec, seed=2).state_dict()
     assert all(torch.equal(tensor, same_seed[name]) for name, tensor in state.items())
     assert not torch.equal(state["embed_tokens.weight"], other_seed["embed_tokens.weight"])
     # the loss of an untrained model is that of a uniform guess
@@ -183,7 +183,7 @@ def test_invalid_shape_is_explained(name, changes, message):
     ],
 )
 def test_invalid_spec_error_names_the_field(corrupt, message, tmp_path):
-    whet.save(from_scratch(preset_spec("nano", **SMALL, attention="latent"), seed=0), None, tmp_path / "m")
+    whet.save(new_decoder(preset_spec("nano", **SMALL, attention="latent"), seed=0), None, tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     config = json.loads(path.read_text())
     corrupt(config["spec"])

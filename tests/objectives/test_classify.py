@@ -11,7 +11,7 @@ import whet
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.models.heads import ClassificationHead
-from whet.objectives.classify import Classify, balanced_weights, mark_weights
+from whet.objectives.classify import Classify, balanced_weights, multi_label_weights
 
 WEIGHTS = [0.5, 2.0, 1.25, 0.25]
 
@@ -153,8 +153,8 @@ def test_class_weights_match_their_formulas():
     np.testing.assert_allclose(balanced_weights(counts, "effective"), effective * 3 / effective.sum())
     assert balanced_weights(counts, "none") == [1, 1, 1]
     assert all(math.isfinite(w) for w in balanced_weights(np.array([5, 0]), "inverse"))
-    np.testing.assert_allclose(mark_weights(np.array([20, 80]), 100, "inverse"), [4, 0.25])
-    np.testing.assert_allclose(mark_weights(np.array([20, 80]), 100, "sqrt_inverse"), [2, 0.5])
+    np.testing.assert_allclose(multi_label_weights(np.array([20, 80]), 100, "inverse"), [4, 0.25])
+    np.testing.assert_allclose(multi_label_weights(np.array([20, 80]), 100, "sqrt_inverse"), [2, 0.5])
 
 
 def test_head_initialization_depends_on_the_seed_only_and_is_float32():

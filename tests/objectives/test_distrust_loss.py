@@ -13,7 +13,7 @@ from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
 from whet.hardware import choose_precision
-from whet.objectives.distrust_loss import Distrust, calibrated_scale, distrust, squared_distance
+from whet.objectives.distrust_loss import Distrust, calibrate_scale, distrust, squared_distance
 from whet.objectives.sft import SFT
 from whet.training.loss import evaluate_loss
 
@@ -118,9 +118,9 @@ def test_perplexity_is_unweighted(tiny, mode):
 def test_calibrated_scale():
     squares = squared_distance(torch.tensor(VALUES, dtype=torch.float64))
     expected = 5.0 / (sum(distrust(*v) for v in VALUES) / 3)
-    assert calibrated_scale(squares, alpha=2.7) == pytest.approx(expected, rel=1e-6)
-    assert calibrated_scale(squares * 1e-6, alpha=2.7) == 1.0
-    assert calibrated_scale(squares * 1e9, alpha=2.7) == 0.001
+    assert calibrate_scale(squares, alpha=2.7) == pytest.approx(expected, rel=1e-6)
+    assert calibrate_scale(squares * 1e-6, alpha=2.7) == 1.0
+    assert calibrate_scale(squares * 1e9, alpha=2.7) == 0.001
 
 
 def believed(tiny_directory, tmp_path, source, **objective):
@@ -185,8 +185,8 @@ def test_invalid_records_are_errors(tiny_directory, tmp_path):
 
 
 def test_mean_covers_all_training_records(tiny_directory, tmp_path):
-    from whet.config.load_config import make_config
-    from whet.runs.assemble import assembled
+    from whet.config.load_config import validate_config
+    from whet.runs.assemble import open_assembly
 
     values = {"easy": (0.5, 1.0), "hard": (0.05, 8.0)}
     for name, (authority, entropy) in values.items():
@@ -195,7 +195,7 @@ def test_mean_covers_all_training_records(tiny_directory, tmp_path):
     curriculum = {"kind": "difficulty", "hard": f"{tmp_path}/hard.jsonl"}
     data = {"train": f"{tmp_path}/easy.jsonl", "valid": None, "curriculum": curriculum}
     config = run_config(tiny_directory, tmp_path, objective={"kind": "distrust"}, data=data)
-    with assembled(make_config(config)) as work:
+    with open_assembly(validate_config(config)) as work:
         expected = sum((math.log(1 - a + 1e-8) + e) ** 2 for a, e in values.values()) / 2
         assert work.build.objective.mean_square == pytest.approx(expected, rel=1e-6)
 
@@ -204,8 +204,8 @@ def test_mean_covers_all_training_records(tiny_directory, tmp_path):
     "pairs", [[(0.0, 0.0)], [(0.0, 0.0), (1e-9, 0.0)], [(0.0, 0.0), (0.0, 1e-4)], VALUES]
 )
 def test_weights_of_a_run_match_the_formula(tiny_directory, tmp_path, pairs):
-    from whet.config.load_config import make_config
-    from whet.runs.assemble import assembled
+    from whet.config.load_config import validate_config
+    from whet.runs.assemble import open_assembly
 
     rows = [{"text": f"text {n}", "auth_weight": a, "prov_entropy": e} for n, (a, e) in enumerate(pairs)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -213,7 +213,7 @@ def test_weights_of_a_run_match_the_formula(tiny_directory, tmp_path, pairs):
     config = run_config(tiny_directory, tmp_path, objective={"kind": "distrust"}, data=data)
     squares = [(math.log(1 - a + 1e-8) + e) ** 2 for a, e in pairs]
     expected = [square / (sum(squares) / len(squares)) for square in squares]
-    with assembled(make_config(config)) as work:
+    with open_assembly(validate_config(config)) as work:
         actual = (
             squared_distance(torch.tensor(pairs)) / work.build.objective.mean_square
         )  # fp32, as in a batch

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import whet
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
@@ -209,7 +209,7 @@ def micro_batch_splits(items):
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradient_does_not_depend_on_the_micro_batches(tiny_directory, method, aggregation):
-    settings = make_config(
+    settings = validate_config(
         {"model": "m", "data": {"train": "unused"}, "run": {"steps": 3, "batch_size": 6, "precision": "fp32"}}
     )
     items, results = completions(6, seed=1), {}
@@ -264,6 +264,6 @@ def test_gradient_at_ratio_1_is_that_of_reinforce(tiny):
 
 def test_python_config_equals_the_yaml_config():
     config = GRPOConfig(rewards=["exact_match"], group_size=4)
-    assert (config.epsilon, config.beta, config.aggregated_by) == (0.2, 0.0, "token")
-    assert GRPOConfig(rewards=["exact_match"], advantage="dr_grpo").aggregated_by == "constant"
+    assert (config.epsilon, config.beta, config.resolved_aggregation) == (0.2, 0.0, "token")
+    assert GRPOConfig(rewards=["exact_match"], advantage="dr_grpo").resolved_aggregation == "constant"
     assert GRPOConfig(rewards=["exact_match"], advantage="reinforce", group_size=1).group_size == 1

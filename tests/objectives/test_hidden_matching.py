@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import make_batch
 from whet.errors import ConfigError
 from whet.objectives.distill import Distillation
@@ -138,10 +138,10 @@ def test_unsupported_models_and_layers_are_errors(tiny_directory, tmp_path, teac
         wrong = copy.deepcopy(config)
         wrong["objective"] |= change
         with pytest.raises(ConfigError, match="hidden needs a single teacher that runs in each step"):
-            make_config(wrong)
+            validate_config(wrong)
     wrong = distilled(tiny_directory, tmp_path, teacher_directory, "run", layers={0: 1})
     with pytest.raises(ConfigError, match="greater than 0"):
-        make_config(wrong)
+        validate_config(wrong)
     student, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     with pytest.raises(ConfigError, match="compiled"), layer_outputs(student, [1]):
         pass  # no hook was called

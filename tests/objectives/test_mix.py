@@ -10,7 +10,7 @@ from torch import nn
 import whet
 from tiny import run_config, write_tiny_model
 from whet.adapters.attach import attach_lora
-from whet.config.load_config import load_config, make_config, to_yaml
+from whet.config.load_config import load_config, to_yaml, validate_config
 from whet.data.batches import make_batch
 from whet.errors import ConfigError
 from whet.objectives.mix import Mix
@@ -99,7 +99,9 @@ def test_gradient_is_the_sum_of_the_parts_for_all_micro_batches(
         parts = copy.deepcopy([SFT_PART, DPO_PART])
         for part in parts:
             part["data"]["pack"] = pack
-        config = make_config(mix_config(tiny_directory, tmp_path, parts, run={"micro_batch_tokens": micro}))
+        config = validate_config(
+            mix_config(tiny_directory, tmp_path, parts, run={"micro_batch_tokens": micro})
+        )
         data = recipe_for(config).open_data()
         data.prepare(tokenizer)
         pairs = data.parts["dpo"].examples["train"]
@@ -257,11 +259,11 @@ def test_parts_may_have_curricula_and_other_objectives(tiny_directory, tmp_path)
 )
 def test_invalid_mixes_are_errors(tiny_directory, tmp_path, change, message):
     with pytest.raises(ConfigError, match=message):
-        make_config(mix_config(tiny_directory, tmp_path) | change)
+        validate_config(mix_config(tiny_directory, tmp_path) | change)
 
 
 def test_config_yaml_round_trip_and_overrides_of_parts(tiny_directory, tmp_path):
-    config = make_config(mix_config(tiny_directory, tmp_path))
+    config = validate_config(mix_config(tiny_directory, tmp_path))
     path = tmp_path / "mix.yaml"
     path.write_text(to_yaml(config))
     assert load_config(path) == config
@@ -273,7 +275,7 @@ def test_config_yaml_round_trip_and_overrides_of_parts(tiny_directory, tmp_path)
 
 
 def test_tokenizer_is_trained_on_the_records_of_all_parts(tiny_directory, tmp_path):
-    from whet.runs.inspect_data import view_parts
+    from whet.runs.inspect_data import view_data_by_part
 
     (tmp_path / "a.txt").write_text("aaaa bbbb aaaa bbbb")
     (tmp_path / "z.txt").write_text("zzzz yyyy zzzz yyyy")
@@ -283,7 +285,7 @@ def test_tokenizer_is_trained_on_the_records_of_all_parts(tiny_directory, tmp_pa
     ]
     config = mix_config(tiny_directory, tmp_path, parts, method={"kind": "full"}, run={"steps": 1})
     config["model"] = {"preset": "nano", "tokenizer": "chars", "d_model": 32, "layers": 1}
-    shown = view_parts(make_config(config))
+    shown = view_data_by_part(validate_config(config))
     trained = whet.train(config)
     sizes = {len(whet.load(trained.directory)[1]), *(view.tokenizer.size for view in shown.values())}
     assert len(sizes) == 1

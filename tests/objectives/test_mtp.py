@@ -17,14 +17,14 @@ from transformers import (
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.objectives.mtp import MTPBlock
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError, ModelError
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
-from whet.models.mtp import new_heads, own_block
+from whet.models.mtp import default_block_spec, new_prediction_heads
 from whet.models.transformers_bridge import Bridge
 from whet.objectives.mtp import MultiTokenPrediction
 from whet.objectives.sft import SFT
@@ -251,7 +251,7 @@ def micro_batch_splits(examples):
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradient_does_not_depend_on_the_micro_batches(tiny_directory, method):
     examples = random_examples(6, shortest=2)
-    config = make_config(
+    config = validate_config(
         {
             "model": str(tiny_directory),
             "data": {"train": "unused"},
@@ -291,7 +291,7 @@ def test_evaluation_reports_three_losses_and_the_perplexity_of_the_model(tiny_di
     batches = [make_batch([examples[:4]]), make_batch([examples[4:]])]
     sums, weights = totals(objective, model, batches)
     means = {term: sums[term].item() / weights[term] for term in sums}
-    config = make_config(run_config(tiny_directory, "unused"))
+    config = validate_config(run_config(tiny_directory, "unused"))
     trainer = Trainer(model.requires_grad_(True), objective, [], config)
     actual = trainer.evaluate(batches)
     plain = evaluate_loss(model, SFT(), batches, precision=trainer.precision)
@@ -306,7 +306,7 @@ def test_evaluation_reports_three_losses_and_the_perplexity_of_the_model(tiny_di
 def test_texts_too_short_for_a_head_skip_it(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     objective = objective_for(model.requires_grad_(True), n_predict=2)
-    config = make_config(run_config(tiny_directory, "unused", optim={"weight_decay": 0.0}))
+    config = validate_config(run_config(tiny_directory, "unused", optim={"weight_decay": 0.0}))
     trainer = Trainer(model, objective, [], config)
     before = [[p.clone() for p in head.parameters()] for head in objective.heads.layers]
     batch = make_batch([[Example([1, 2, 3], [True] * 3, "")] * 2])
@@ -379,14 +379,14 @@ def counting(count, *, seed=0, vocab=23, length=24):
 def test_heads_learn_the_tokens_after_the_next_one(tiny_directory):
     """Uses the Trainer from Python."""
     torch.manual_seed(0)
-    model = from_scratch(preset_spec("nano", d_model=32, heads=2, layers=1, width=64, vocab_size=23), seed=0)
+    model = new_decoder(preset_spec("nano", d_model=32, heads=2, layers=1, width=64, vocab_size=23), seed=0)
     objective = MultiTokenPrediction(model, n_predict=2)
     batches = (
         [make_batch([[Example(row, [True] * 24, "")] for row in counting(16, seed=step).tolist()])]
         for step in range(60)
     )
     config = run_config(tiny_directory, "unused", optim={"lr": 1e-2, "warmup": 0}, run={"steps": 60})
-    Trainer(model, objective, batches, make_config(config)).fit()
+    Trainer(model, objective, batches, validate_config(config)).fit()
     tokens = counting(64, seed=99)
     with torch.no_grad():
         state, positions = model.hidden(tokens), torch.arange(tokens.shape[1])[None]
@@ -400,17 +400,17 @@ def test_heads_learn_the_tokens_after_the_next_one(tiny_directory):
 
 def test_default_block_is_the_last_layer_of_the_model(tmp_path):
     spec = preset_spec("nano", vocab_size=30, pattern="*lf", layers=3)
-    model = from_scratch(spec, seed=0)
-    assert new_heads(model, 2).spec.blocks == (spec.blocks[1],) * 2  # the last one with attention
-    own = own_block(128, MTPBlock(heads=2, kv_heads=1, width=40, feedforward="gelu", bias=True))
-    heads = new_heads(model, 1, own)
+    model = new_decoder(spec, seed=0)
+    assert new_prediction_heads(model, 2).spec.blocks == (spec.blocks[1],) * 2  # the last one with attention
+    own = default_block_spec(128, MTPBlock(heads=2, kv_heads=1, width=40, feedforward="gelu", bias=True))
+    heads = new_prediction_heads(model, 1, own)
     assert heads.layers[0].block.self_attn.k_proj.weight.shape == (64, 128)
     assert heads.layers[0].block.mlp.up_proj.weight.shape == (40, 128)
     assert heads.layers[0].block.mlp.up_proj.bias is not None
-    alibi = from_scratch(preset_spec("nano", vocab_size=30, positions="alibi"), seed=0)
+    alibi = new_decoder(preset_spec("nano", vocab_size=30, positions="alibi"), seed=0)
     tokens, sink = torch.randint(30, (2, 9)), []
-    latent = own_block(128, MTPBlock(attention="latent"))
-    for one, block in ((alibi, None), (alibi, own_block(128)), (model, latent)):
+    latent = default_block_spec(128, MTPBlock(attention="latent"))
+    for one, block in ((alibi, None), (alibi, default_block_spec(128)), (model, latent)):
         sink.append(objective_for(one, block_config=block).losses(one, tokens)["mtp_loss"])
     assert all(loss.isfinite() for loss in sink)
 
@@ -444,7 +444,7 @@ def test_invalid_input_is_an_error(tiny, tiny_directory, tmp_path):
         DataError, match=r"train: the longest text has \d tokens, but the last of 7 heads needs 9"
     ):
         whet.train(short)
-    narrow = from_scratch(preset_spec("nano", vocab_size=30), seed=0)
+    narrow = new_decoder(preset_spec("nano", vocab_size=30), seed=0)
     narrow.embed = lambda tokens: torch.zeros(*tokens.shape, 64)
     with pytest.raises(ModelError, match="has 64 channels and its output head 128"):
         MultiTokenPrediction(narrow)

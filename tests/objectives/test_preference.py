@@ -10,15 +10,15 @@ import torch
 
 import whet
 from tiny import run_config
-from whet.config.load_config import make_config
-from whet.data.batches import make_batch, one_pass
+from whet.config.load_config import validate_config
+from whet.data.batches import iter_batches_once, make_batch
 from whet.data.packing import StepSettings
 from whet.data.sources.source import open_source
-from whet.data.tokens.examples import cut_pairs
+from whet.data.tokens.examples import build_pairs
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.errors import ConfigError, DataError
 from whet.objectives.preference import Preference, dpo_loss, ipo_loss, odds_ratio_loss, simpo_loss
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 
 
 def sigmoid(x):
@@ -69,7 +69,7 @@ def pairs(tiny, tmp_path, count=6, *, pack=True, **how):
     store = Preparation(tiny[1], cache=tmp_path / "cache", pairs=True).store(
         open_source(f"synth:house-pairs:{count}")
     )
-    return cut_pairs(store, **{"max_length": 256, "too_long": "truncate", "pack": pack, **how})
+    return build_pairs(store, **{"max_length": 256, "too_long": "truncate", "pack": pack, **how})
 
 
 def plain_logprob(model, tokens, learned):
@@ -102,8 +102,8 @@ def test_objective_matches_the_formula_on_full_sequences(tiny, tmp_path, kind, p
     logps = [[plain_logprob(exact, e.tokens, e.supervised) for e in actual[index]] for index in range(5)]
     torch.manual_seed(1)
     reference = torch.tensor([[a.item(), b.item()] for a, b in logps]) + torch.randn(5, 2)
-    actual.references = reference.double().numpy()
-    [(places, batch)] = one_pass(actual, settings)
+    actual.reference_logprobs = reference.double().numpy()
+    [(places, batch)] = iter_batches_once(actual, settings)
     result = objective.loss(model, batch)
     weights = objective.weights(batch)
     total = sum(objective.coefficients[term] * value / weights[term] for term, value in result.sums.items())
@@ -242,7 +242,7 @@ def test_micro_batches_use_the_token_limit(tiny_directory, tmp_path, pack, curri
         data={"train": str(path), "valid": None, "pack": pack, "curriculum": curriculum},
         run={"batch_size": 16, "micro_batch_tokens": 150, "steps": 8},
     )  # fmt: skip
-    with assembled(make_config(config)) as work:
+    with open_assembly(validate_config(config)) as work:
         sizes = [batch.tokens.numel() for _ in range(8) for batch in next(work.stream)]
     assert 100 < max(sizes) <= 150
 
@@ -333,9 +333,9 @@ def test_weights_out_of_range_are_errors(tiny_directory, tmp_path, objective, me
 def test_pairs_that_are_too_long(tiny, tmp_path):
     sizes = sorted({len(side.tokens) for index in range(6) for side in pairs(tiny, tmp_path)[index]})
     cut = pairs(tiny, tmp_path, max_length=sizes[-1] - 3)
-    assert cut.sides.counts["truncated"] >= 1
+    assert cut.sides.length_counts["truncated"] >= 1
     dropped = pairs(tiny, tmp_path, max_length=sizes[-1] - 3, too_long="drop")
-    assert len(dropped) == 6 - cut.sides.counts["truncated"] - cut.sides.counts["dropped"]
+    assert len(dropped) == 6 - cut.sides.length_counts["truncated"] - cut.sides.length_counts["dropped"]
     with pytest.raises(DataError, match="data.max_length is"):
         pairs(tiny, tmp_path, max_length=sizes[-1] - 3, too_long="error")
     with pytest.raises(DataError, match="cannot be split"):

@@ -11,12 +11,12 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import make_batch
 from whet.errors import DataError
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
-from whet.models.moe import Routing, mixtures
+from whet.models.moe import Routing, moe_layers
 from whet.objectives.objective import FrozenForward, Loss, Objective
 from whet.objectives.router_losses import RoutedObjective, load_balancing_loss, router_z_losses
 from whet.objectives.sft import SFT
@@ -74,7 +74,7 @@ def test_z_loss_matches_its_formula():
 
 
 def settings(directory, **run):
-    return make_config(
+    return validate_config(
         {
             "model": str(directory),
             "data": {"train": "unused"},
@@ -89,14 +89,14 @@ def stepped(directory, micro_batches, *, recompute=False, **weights):
     model.requires_grad_(True).grad_checkpoint = recompute
     calls = []
     model.embed_tokens.register_forward_hook(lambda *_: calls.append(1))
-    objective = RoutedObjective(SFT(), mixtures(model), **weights)
+    objective = RoutedObjective(SFT(), moe_layers(model), **weights)
     trainer = Trainer(model, objective, [], settings(directory))
     seen = {}
     trainer.optimizer.register_step_pre_hook(
         lambda *_: seen.update({n: p.grad.clone() for n, p in model.named_parameters()})
     )
     metrics = trainer.step(micro_batches)
-    RouterMetrics(mixtures(model), range(LAYERS)).on_step_end(1, metrics)
+    RouterMetrics(moe_layers(model), range(LAYERS)).on_step_end(1, metrics)
     return metrics, seen, len(calls)
 
 
@@ -190,7 +190,7 @@ def test_load_balancing_depends_on_the_micro_batches_but_z_loss_does_not(directo
 def test_router_terms_are_auxiliary_and_not_evaluated(directory):
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
-    objective = RoutedObjective(SFT(), mixtures(model), load_balancing=1.0, z_loss=1.0)
+    objective = RoutedObjective(SFT(), moe_layers(model), load_balancing=1.0, z_loss=1.0)
     assert objective.per_micro_batch == {"load_balancing_loss"}
     assert objective.auxiliary == {"load_balancing_loss", "router_z_loss"}
     batches = [make_batch([[e] for e in random_examples(3)])]
@@ -206,7 +206,7 @@ def test_step_without_supervised_tokens_is_an_error(directory):
 
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
-    objective = RoutedObjective(SFT(), mixtures(model), z_loss=1.0)
+    objective = RoutedObjective(SFT(), moe_layers(model), z_loss=1.0)
     [example] = random_examples(1)
     batch = make_batch([[replace(example, supervised=[False] * len(example.tokens))]])
     with pytest.raises(DataError, match="no supervised tokens"):
@@ -218,7 +218,7 @@ def test_bf16_forward_has_finite_metrics(directory):
 
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     model.requires_grad_(True)
-    objective = RoutedObjective(SFT(), mixtures(model), load_balancing=0.1, z_loss=0.1)
+    objective = RoutedObjective(SFT(), moe_layers(model), load_balancing=0.1, z_loss=0.1)
     mixed = Precision(torch.bfloat16, torch.float32, torch.bfloat16, "test")
     trainer = Trainer(model, objective, [], settings(directory), precision=mixed)
     batches = [make_batch([[e] for e in random_examples(5)])]
@@ -237,7 +237,7 @@ def test_objective_with_two_forward_passes_has_the_same_terms(directory):
     batch = make_batch([[e] for e in random_examples(5)])
     actual = []
     for inner in (SFT(), Twice()):
-        objective = RoutedObjective(inner, mixtures(model), load_balancing=1.0, z_loss=1.0)
+        objective = RoutedObjective(inner, moe_layers(model), load_balancing=1.0, z_loss=1.0)
         actual.append({name: value.item() for name, value in objective.loss(model, batch).sums.items()})
     assert actual[0] == pytest.approx(actual[1], rel=1e-5)
 
@@ -258,15 +258,15 @@ def test_load_balancing_spreads_the_load(directory):
         model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
         model.requires_grad_(False)
         batch = make_batch([random_examples(12)])
-        for layer in mixtures(model):
+        for layer in moe_layers(model):
             layer.gate.requires_grad_(True)
             layer.gate.register_forward_hook(lean_to_one_expert, prepend=True)
-        objective = RoutedObjective(SFT(), mixtures(model), load_balancing=weight)
-        made = make_config(
+        objective = RoutedObjective(SFT(), moe_layers(model), load_balancing=weight)
+        made = validate_config(
             {**settings(directory).model_dump(by_alias=True), "optim": {"lr": 5e-2, "schedule": "constant"}}
         )
         trainer = Trainer(model, objective, [], made)
-        reader = RouterMetrics(mixtures(model), range(LAYERS))
+        reader = RouterMetrics(moe_layers(model), range(LAYERS))
         violations = []
         for step in range(40):
             metrics = trainer.step([batch])
@@ -308,7 +308,7 @@ class Inner(Objective):
 
 def test_attributes_of_the_inner_objective_are_forwarded():
     inner = Inner()
-    routed = RoutedObjective(inner, mixtures(from_scratch(preset_spec("nano-moe"), seed=0)))
+    routed = RoutedObjective(inner, moe_layers(new_decoder(preset_spec("nano-moe"), seed=0)))
     attributes = {name for name in vars(Objective) if not name.startswith("_")} - {"weights", "loss"}
     values = attributes - {"summarise", "frozen_forwards"}
     for name in values:

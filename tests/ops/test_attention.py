@@ -189,7 +189,7 @@ def test_additive_mask_equals_the_bool_mask(window, monkeypatch):
     layout = Layout.cached(visible, new_tokens=4, padded=True)
     queries, keys, values = (torch.randn(2, heads, n, 8) for heads, n in ((4, 4), (2, 8), (2, 8)))
     plain = attend(queries, keys, values, layout, window=window)
-    monkeypatch.setattr("whet.ops.kernels.fused_decode.suits", lambda *tensors: True)
+    monkeypatch.setattr("whet.ops.kernels.fused_decode.is_supported", lambda *tensors: True)
     for _ in range(2):
         torch.testing.assert_close(attend(queries, keys, values, layout, window=window), plain)
     [additive] = layout._additive_masks.values()

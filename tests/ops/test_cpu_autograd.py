@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from whet.models.feedforward import FeedForward
 from whet.models.norms import RMSNorm
-from whet.models.rope import rotate
+from whet.models.rope import apply_rope
 from whet.models.spec import FeedForwardSpec
 from whet.ops.kernels import cpu_autograd
 
@@ -104,7 +104,7 @@ def test_models_use_them_only_in_float32_and_float64(dtype, used, monkeypatch):
     norm = RMSNorm(4, eps=1e-5).to(dtype)
     x = random_tensor(2, 3, 4, dtype=dtype)
     norm(x)
-    rotate(x[:, None], *(part.to(dtype) for part in angles(3, 4)))
+    apply_rope(x[:, None], *(part.to(dtype) for part in angles(3, 4)))
     layers(x)
     assert called == (["rms_norm", "rotate", "silu_gate"] if used else [])
 

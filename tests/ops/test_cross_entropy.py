@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from whet.ops import cross_entropy as module
 from whet.ops.cross_entropy import linear_cross_entropy
-from whet.ops.dispatch import planned_for
+from whet.ops.dispatch import plan_for_device
 from whet.ops.lm_head import Head
 
 HEADS = {
@@ -77,7 +77,7 @@ def test_chunks_are_bounded_for_any_vocabulary():
 
 def test_chunks_of_a_trained_head_have_more_rows_than_it_has_columns():
     weight = torch.empty(128_256, 2048, device="meta")
-    with planned_for("cuda"):
+    with plan_for_device("cuda"):
         assert module.chunk_rows(weight) <= 2048
         assert module.chunk_rows(weight, trained=True) == 2 * 2048
         assert module.chunk_rows(torch.empty(100, 2048, device="meta"), trained=True) == 8192

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 from whet.ops.grouped_experts import (
     combine,
-    describe_grouped,
+    describe_expert_matmuls,
     dispatch,
+    expert_loop_linear,
     grouped_linear,
-    grouped_problem,
-    loop_linear,
+    grouped_mm_problem,
     sort_by_expert,
 )
 
@@ -34,11 +34,11 @@ def gradients(product, x, weight, ends, upstream):
 )
 def test_grouped_matmul_matches_the_float64_loop(dtype, within, ends):
     x, weight = operands(dtype)
-    assert grouped_problem("cpu", dtype, (48, 32)) is None, "this test must run the kernel"
+    assert grouped_mm_problem("cpu", dtype, (48, 32)) is None, "this test must run the kernel"
     upstream = torch.randn(20, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
     outputs = gradients(grouped_linear, x, weight, ENDS[ends], upstream)
     wide = (each.detach().double().requires_grad_() for each in (x, weight))
-    expected = gradients(loop_linear, *wide, ENDS[ends], upstream.double())
+    expected = gradients(expert_loop_linear, *wide, ENDS[ends], upstream.double())
     for a, b in zip(outputs, expected, strict=True):
         assert a.dtype == dtype
         assert (a.double() - b).norm() <= within * b.norm()
@@ -60,10 +60,10 @@ def test_expanded_gradients_are_accepted():
      (torch.bfloat16, (12, 32), "not 12 x torch.bfloat16")],
 )  # fmt: skip
 def test_unsupported_shapes_and_dtypes_fall_back_to_the_loop_with_a_reason(dtype, sizes, reason):
-    assert reason in describe_grouped(torch.device("cpu"), dtype, sizes)
+    assert reason in describe_expert_matmuls(torch.device("cpu"), dtype, sizes)
     x, weight = operands(dtype, sizes[1], sizes[0])
     ends = torch.tensor(ENDS["uneven"], dtype=torch.int32)
-    assert torch.equal(grouped_linear(x, weight, ends), loop_linear(x, weight, ends))
+    assert torch.equal(grouped_linear(x, weight, ends), expert_loop_linear(x, weight, ends))
 
 
 def test_autocast_determines_the_dtype():

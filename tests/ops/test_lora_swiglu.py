@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from whet.adapters import fused_lora
-from whet.adapters.adapter import LoRASettings, unchanging
+from whet.adapters.adapter import LoRASettings, constant_weights
 from whet.adapters.layers.dora import DoRALinear
 from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.layers.pissa import PiSSALinear
 from whet.models.feedforward import FeedForward
 from whet.models.spec import FeedForwardSpec
-from whet.ops.dispatch import planned_for
+from whet.ops.dispatch import plan_for_device
 from whet.ops.kernels import lora_swiglu
 
 
@@ -50,7 +50,7 @@ def calls(monkeypatch):
 
     kernels = SimpleNamespace(gated_output_on_gpu=plain_output, gated_gradients_on_gpu=kernel)
     monkeypatch.setitem(sys.modules, "whet.ops.kernels.lora_swiglu_triton", kernels)
-    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: True)
+    monkeypatch.setattr(lora_swiglu, "is_supported", lambda x, dtype, ranks: True)
     return calls_made
 
 
@@ -67,7 +67,7 @@ def test_outputs_and_gradients_match_the_formula(
     dtype, tolerance, first, biased, quantised, calls, monkeypatch
 ):
     if first is not None:  # as on a GPU
-        monkeypatch.setattr(fused_lora, "_first_columns", lambda weight: first)
+        monkeypatch.setattr(fused_lora, "_num_leading_columns", lambda weight: first)
     torch.manual_seed(0)
     wide = torch.float64
 
@@ -81,14 +81,14 @@ def test_outputs_and_gradients_match_the_formula(
         bias = random_tensor(out) if biased else None
         layers.append(fused_lora.Operands(Packed(weight) if quantised else weight, bias, a, b, scale))
     x = random_tensor(2, 5, 24).requires_grad_()
-    output = fused_lora.low_rank_gated(x, *layers)
+    output = fused_lora.fused_lora_swiglu(x, *layers)
     leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]
     exact = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
 
     def project(x, k):
         layer, a, b = layers[k], exact[1 + 2 * k], exact[2 + 2 * k]
         bias = None if layer.bias is None else layer.bias.to(wide)
-        return F.linear(x, layer.made().to(wide), bias) + layer.scale * x @ a.T @ b.T
+        return F.linear(x, layer.dense_weight().to(wide), bias) + layer.scale * x @ a.T @ b.T
 
     expected = project(F.silu(project(exact[0], 0)) * project(exact[0], 1), 2)
     upstream = random_tensor(*expected.shape)
@@ -120,7 +120,7 @@ def test_fused_layer_matches_the_unfused_layer(calls, monkeypatch):
     made, x = layer().double(), torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
     output = gradients(made, x)
     assert len(calls) == 1
-    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: False)
+    monkeypatch.setattr(lora_swiglu, "is_supported", lambda x, dtype, ranks: False)
     for ours, plain in zip(output, gradients(made, x), strict=True):
         torch.testing.assert_close(ours, plain)
     assert len(calls) == 1
@@ -176,33 +176,33 @@ def test_no_grad_output_is_bit_identical_and_decoding_uses_another_path(calls, m
     with torch.no_grad():
         assert torch.equal(made(x), trained)
         assert len(seen) == 2
-        with unchanging(made):
+        with constant_weights(made):
             torch.testing.assert_close(made(x), trained, rtol=0.1, atol=0.1)
     assert len(seen) == 2
 
 
 def test_kernels_support_16_bit_dtypes_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(lora_swiglu, "kernels_work", lambda: True)
+    monkeypatch.setattr(lora_swiglu, "can_build_kernels", lambda: True)
     x = torch.randn(3, 16)
-    assert not lora_swiglu.suits(x, torch.bfloat16, (16, 16, 16))
-    with planned_for("cuda"):
-        assert lora_swiglu.suits(x, torch.bfloat16, (16, 16, 16))
-        assert lora_swiglu.suits(x, torch.float16, (32, 1, 16))
-        assert not lora_swiglu.suits(x, torch.float32, (16, 16, 16))
-        assert not lora_swiglu.suits(x, torch.bfloat16, (16, 33, 16))
+    assert not lora_swiglu.is_supported(x, torch.bfloat16, (16, 16, 16))
+    with plan_for_device("cuda"):
+        assert lora_swiglu.is_supported(x, torch.bfloat16, (16, 16, 16))
+        assert lora_swiglu.is_supported(x, torch.float16, (32, 1, 16))
+        assert not lora_swiglu.is_supported(x, torch.float32, (16, 16, 16))
+        assert not lora_swiglu.is_supported(x, torch.bfloat16, (16, 33, 16))
 
 
 def test_ranks_passed_are_those_of_the_matmuls(monkeypatch):
     """PiSSA's ranks are twice those of its settings."""
     ranks_seen = []
-    monkeypatch.setattr(lora_swiglu, "suits", lambda x, dtype, ranks: ranks_seen.append(ranks))
+    monkeypatch.setattr(lora_swiglu, "is_supported", lambda x, dtype, ranks: ranks_seen.append(ranks))
     layer(PiSSALinear)(torch.randn(2, 3, 16))
     assert ranks_seen == [(8, 8, 8)]
 
 
 def test_plan_includes_the_partial_sums():
     """[1,000 rows, 96 columns]: two column blocks, 32 rows per program."""
-    with planned_for("cuda"):
+    with plan_for_device("cuda"):
         rows_per_program, sums = lora_swiglu.partial_sums(
             torch.empty(1000, 96), torch.empty(1000, 7), torch.empty(1000, 5)
         )

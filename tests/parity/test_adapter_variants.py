@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 import whet
 from tiny_adapters import adapter_tensors, load, load_theirs, shake, tokens, write_base
-from whet.adapters.adapter import LoRASettings, adapted, adapters_off
+from whet.adapters.adapter import LoRASettings, adapters_off, named_adapters
 from whet.adapters.attach import VARIANTS as CLASSES
 from whet.errors import ConfigError, ModelError
 from whet.lazy_import import load_object
@@ -148,7 +148,7 @@ def test_merged_and_saved_model_matches_the_adapted_model(base, tmp_path, varian
         plain = load_theirs(tmp_path / "merged")
         torch.testing.assert_close(plain(input_ids=tokens()).logits, before, rtol=1e-4, atol=1e-4)
         whet.merge(model)
-        assert not list(adapted(model))
+        assert not list(named_adapters(model))
         torch.testing.assert_close(model(tokens()), before, rtol=1e-4, atol=1e-4)
 
 
@@ -160,7 +160,7 @@ def test_pissa_initializes_and_trains_like_peft_and_converts_to_lora(base, tmp_p
     config = LoraConfig(r=3, lora_alpha=alpha, target_modules="all-linear", init_lora_weights="pissa")
     twin = get_peft_model(load_theirs(base), config)
     theirs = theirs_by_file_name(twin)
-    for name, module in adapted(model):
+    for name, module in named_adapters(model):
         path = f"base_model.model.{model.hf_name(name)}"
         a, b = theirs[f"{path}.lora_A.weight"], theirs[f"{path}.lora_B.weight"]
         close(module.lora_A.abs(), a.abs())  # up to the signs of the singular vectors
@@ -168,13 +168,13 @@ def test_pissa_initializes_and_trains_like_peft_and_converts_to_lora(base, tmp_p
         close(module.lora_B @ module.lora_A, b @ a)
     shake(model)
     with torch.no_grad():
-        for name, module in adapted(model):
+        for name, module in named_adapters(model):
             path = f"base_model.model.{model.hf_name(name)}"
             theirs[f"{path}.lora_A.weight"].copy_(module.lora_A)
             theirs[f"{path}.lora_B.weight"].copy_(module.lora_B)
         close(model(tokens()), twin(input_ids=tokens()).logits)
     gradients_of(model, twin)
-    for name, module in adapted(model):
+    for name, module in named_adapters(model):
         path = f"base_model.model.{model.hf_name(name)}"
         for part in ("lora_A", "lora_B"):
             close_gradient(getattr(module, part).grad, theirs[f"{path}.{part}.weight"].grad)
@@ -185,7 +185,7 @@ def test_pissa_initializes_and_trains_like_peft_and_converts_to_lora(base, tmp_p
         close(loaded(input_ids=tokens()).logits, model(tokens()))
         reloaded = load(tmp_path / "plain")
         close(reloaded(tokens()), model(tokens()))
-        assert {module.settings.rank for _, module in adapted(reloaded)} == {6}
+        assert {module.settings.rank for _, module in named_adapters(reloaded)} == {6}
         with adapters_off(model):
             assert torch.equal(model(tokens()), load(base)(tokens())), "the base stays as it was"
         whet.merge(model)
@@ -200,7 +200,7 @@ def test_dora_dropout_matches_peft(tmp_path):
     config = LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj"], use_dora=True, lora_dropout=0.3)
     twin = get_peft_model(load_theirs(tmp_path / "base"), config)
     copy_weights(model, twin)
-    _, layer = next(adapted(model))
+    _, layer = next(named_adapters(model))
     other = twin.base_model.model.model.layers[0].self_attn.q_proj
     x = torch.randn(5, 32)
     with torch.no_grad():
@@ -250,8 +250,8 @@ def test_lora_on_a_tied_embedding_is_rejected(tiny):
 )
 def test_targets_by_shorthand_regular_expression_or_list(base, targets, leaves):
     model = whet.attach_lora(load(base), rank=2, targets=targets)
-    assert {name.rpartition(".")[2] for name, _ in adapted(model)} == leaves
-    assert len(list(adapted(model))) == (
+    assert {name.rpartition(".")[2] for name, _ in named_adapters(model)} == leaves
+    assert len(list(named_adapters(model))) == (
         len(leaves) if ".1." in str(targets) or r"\.1" in str(targets) else 2 * len(leaves)
     )
 
@@ -275,7 +275,7 @@ def test_invalid_settings_raise_errors_and_do_not_change_the_model(tmp_path, set
     model = load(write_base(tmp_path, "llama"))
     with pytest.raises(ConfigError, match=message):
         whet.attach_lora(model, **settings)
-    assert not list(adapted(model))
+    assert not list(named_adapters(model))
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -285,7 +285,7 @@ def test_fused_layers_with_a_shared_input_match_separate_layers(base):
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     x = torch.randn(2, 5, 32, requires_grad=True)
     separate = [layer(x) for layer in layers]
-    fused = layers[0].together(x, layers)
+    fused = layers[0].forward_siblings(x, layers)
     for output, expected in zip(fused, separate, strict=True):
         close(output, expected)
     inputs = [x, *(p for layer in layers for p in (layer.lora_A, layer.lora_B))]
@@ -296,13 +296,13 @@ def test_fused_layers_with_a_shared_input_match_separate_layers(base):
         close(output, expected_grad)
     called = []
     layers[1].register_forward_hook(lambda *_: called.append(1))
-    assert layers[0].together(x, layers) is None, "a hook wants its layer called"
+    assert layers[0].forward_siblings(x, layers) is None, "a hook wants its layer called"
 
 
 def test_dora_is_accurate_with_a_bf16_base(base):
     model = whet.load(base, dtype=torch.bfloat16, device="cpu")[0]
     shake(whet.attach_lora(model, rank=3, variant="dora"))
-    _, layer = next(adapted(model))
+    _, layer = next(named_adapters(model))
     exact = layer.base.weight.double() + layer.scale * (layer.lora_B.double() @ layer.lora_A.double())
     gain = layer.lora_magnitude_vector.double() / exact.norm(dim=1)
     torch.testing.assert_close(layer._gain().double(), gain, rtol=3e-3, atol=0)
@@ -324,7 +324,7 @@ def test_small_update_is_not_lost_in_16_bits(variant, bias, dropout):
     torch.manual_seed(1)
     output = layer(x).double()
     torch.manual_seed(1)
-    change = F.dropout(x, dropout).double() @ layer.delta().double().T
+    change = F.dropout(x, dropout).double() @ layer.delta_weight().double().T
     base = F.linear(x.double(), *(p.double() for p in linear.parameters()))
     fraction = ((output - base) * change).sum() / change.square().sum()
     assert change.std() / base.std() < 3e-3
@@ -422,7 +422,7 @@ def test_unsupported_settings_for_fused_experts_raise_errors(experts_directory, 
     model = load(experts_directory)
     with pytest.raises(ConfigError, match=message):
         whet.attach_lora(model, targets="experts", **settings)
-    assert not list(adapted(model))
+    assert not list(named_adapters(model))
 
 
 def test_native_experts_never_build_the_full_update(tmp_path, monkeypatch):
@@ -432,7 +432,7 @@ def test_native_experts_never_build_the_full_update(tmp_path, monkeypatch):
         "whet.adapters.layers.lora_experts.LoRAExperts._updated", lambda _: pytest.fail("a dense update")
     )
     model(tokens()).sum().backward()
-    for _, layer in adapted(model):
+    for _, layer in named_adapters(model):
         assert all(parameter.grad.abs().sum() > 0 for parameter in layer.lora_B.parameters())
 
 

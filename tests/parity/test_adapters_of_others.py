@@ -24,8 +24,8 @@ from transformers import (
 import whet
 from tiny import write_tokenizer
 from tiny_adapters import load, load_theirs, shake, tokens, write_base
-from whet.adapters.adapter import adapted
-from whet.adapters.qlora import quantise_base
+from whet.adapters.adapter import named_adapters
+from whet.adapters.qlora import quantize_base
 from whet.errors import ConfigError
 from whet.model_io.save import save_base
 
@@ -75,10 +75,10 @@ def phimoe(directory):
 def test_classes_with_in_place_outputs_or_linear_routers_can_be_trained(tmp_path, family, quantised, dropout):
     model = load(family(tmp_path))
     if quantised:
-        quantise_base(model, device=torch.device("cpu"), dtype=torch.float32)
+        quantize_base(model, device=torch.device("cpu"), dtype=torch.float32)
     whet.attach_lora(model, rank=2, dropout=dropout).train()
     model(tokens()).square().sum().backward()
-    assert not [name for name, _ in adapted(model) if name.endswith(("router", "gate"))]
+    assert not [name for name, _ in named_adapters(model) if name.endswith(("router", "gate"))]
     assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.adapter import adapters_off, named_adapters
 from whet.adapters.attach import attach_lora, merge
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
@@ -22,7 +22,7 @@ from whet.model_io.load_transformers import load_bridge
 from whet.models.transformers_bridge import _groups
 from whet.ops.attention import Layout
 from whet.ops.cross_entropy import linear_cross_entropy
-from whet.ops.dispatch import planned_for
+from whet.ops.dispatch import plan_for_device
 
 VOCAB = 97
 LOGIT_TOLERANCE = 2e-4
@@ -270,7 +270,7 @@ def test_cache_selects_rows(pair):
     rows, extra = tokens(batch=3), tokens(batch=2, length=3)
     _, cache = decode(pair.bridge, rows, (14, 14, 14), first=8)
     selected = torch.tensor([2, 0])
-    cache.keep(selected)
+    cache.select_rows(selected)
     output = pair.bridge.hidden(
         extra, cache=cache
     )  # several tokens at once, without positions, because nothing is padded
@@ -374,7 +374,7 @@ def test_dynamic_rope_can_be_planned(tmp_path):
 def assert_planned(bridge):
     kinds = [module.rope_type for module in bridge.modules() if hasattr(module, "rope_type")]
     assert kinds
-    with planned_for("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
+    with plan_for_device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         zeros = torch.zeros(2, 30, dtype=torch.long)
         assert bridge.hidden(zeros, zeros).shape == (2, 30, 32)
     assert [module.rope_type for module in bridge.modules() if hasattr(module, "rope_type")] == kinds
@@ -585,7 +585,7 @@ def test_lora_reaches_every_adapted_layer_and_merges(tmp_path, family):
     bridge = bridge_of(write(tmp_path, family))
     attach_lora(bridge, rank=2)
     generator = torch.Generator().manual_seed(0)
-    for _, layer in adapted(bridge):
+    for _, layer in named_adapters(bridge):
         layer.lora_B.data = torch.randn(layer.lora_B.shape, generator=generator) * 0.1
     inputs = tokens()
     hidden = bridge.hidden(inputs[:, :-1])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM
 import whet
 from tiny import write_tiny_model
 from tiny_adapters import adapter_tensors
-from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.adapter import adapters_off, named_adapters
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.ops.cross_entropy import linear_cross_entropy
 
@@ -73,7 +73,7 @@ def test_peft_loads_a_saved_adapter_with_equal_logits(tiny_directory, tmp_path, 
     base = AutoModelForCausalLM.from_pretrained(tiny_directory, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     active = {name for name, module in loaded.named_modules() if hasattr(module, "lora_A") and module.lora_A}
-    assert len(active) == len(list(adapted(model)))
+    assert len(active) == len(list(named_adapters(model)))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens()), loaded(input_ids=tokens()).logits, rtol=1e-4, atol=1e-5)
     reloaded, _ = whet.load(tmp_path / "adapter", dtype=torch.float32, device="cpu")
@@ -117,7 +117,7 @@ def test_new_adapter_changes_nothing_and_initializes_like_peft(tiny):
     )  # with gradients: without them, few rows use another matmul with different rounding
     whet.attach_lora(model, rank=8)
     assert torch.equal(model(tokens()), before)
-    for _, module in adapted(model):
+    for _, module in named_adapters(model):
         bound = (1 / module.base.in_features) ** 0.5  # kaiming_uniform with a = sqrt(5)
         assert module.lora_A.abs().max() <= bound
         assert module.lora_A.std() > bound / 3
@@ -136,7 +136,7 @@ def test_merged_equals_adapted_and_off_equals_base(tiny, tmp_path):
         whet.save(model, tokenizer, tmp_path / "merged")
         assert torch.equal(model(tokens()), adapted_logits), "saving must not change the model"
         whet.merge(model)
-        assert not list(adapted(model))
+        assert not list(named_adapters(model))
         torch.testing.assert_close(model(tokens()), adapted_logits, rtol=1e-4, atol=1e-4)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         torch.testing.assert_close(plain(tokens()).logits, adapted_logits, rtol=1e-4, atol=1e-4)
@@ -156,7 +156,7 @@ def test_saving_never_overwrites(tiny, tmp_path):
 def test_dropout_is_active_only_in_training_and_preserves_the_mean(tiny):
     model, _ = tiny
     randomize(whet.attach_lora(model, rank=4, dropout=0.5))
-    name, layer = next(iter(adapted(model)))
+    name, layer = next(iter(named_adapters(model)))
     x = torch.randn(4, layer.base.in_features)
     with torch.no_grad():
         layer.eval()
@@ -172,7 +172,7 @@ def test_layers_is_a_count_from_the_end_or_a_list(tiny_directory):
     for layers, expected in ((1, {1}), ([0], {0}), (2, {0, 1})):
         model, _ = whet.load(tiny_directory, device="cpu")
         whet.attach_lora(model, layers=layers)
-        assert {int(name.split(".")[1]) for name, _ in adapted(model)} == expected
+        assert {int(name.split(".")[1]) for name, _ in named_adapters(model)} == expected
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_mismatched_adapter_error_names_the_difference(tiny, tmp_path):
         ModelError, match=r"does not match this model: .*q_proj.lora_A is \[4, 48\], expected \[4, 32\]"
     ):
         whet.load_adapter(tiny[0], tmp_path / "adapter")
-    assert not list(adapted(tiny[0])), "a refused adapter leaves nothing behind"
+    assert not list(named_adapters(tiny[0])), "a refused adapter leaves nothing behind"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import whet
 from tiny import write_tiny_model, write_tokenizer
 from tiny_adapters import load, shake, write_base
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.errors import ModelError
 
 GIVEN = [5, 77, 130, 9, 201, 64]
@@ -94,7 +94,7 @@ def test_whet_loads_mlx_lm_adapters(base, tmp_path, variant):
     settings = MLX_SETTINGS[variant] | {"model": str(base)}
     result = mlx_side("make", base, tmp_path / "adapter", tmp_path, settings)
     model = load(tmp_path / "adapter")
-    assert next(adapted(model), None) is not None
+    assert next(named_adapters(model), None) is not None
     assert_same(model, result)
 
 

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model
-from whet.adapters.modules_to_save import retrain
-from whet.config.load_config import make_config
+from whet.adapters.modules_to_save import wrap_modules_to_save
+from whet.config.load_config import validate_config
 from whet.config.optim import Optim
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
@@ -67,7 +67,7 @@ def train_whet(directory, tmp_path, *, bridge=False, **optim):
     model.requires_grad_(True)
     settings = {"lr": LR, "weight_decay": DECAY, "schedule": "constant", "warmup": 0, "clip": None}
     config = run_config(directory, tmp_path, method={"kind": "full"}, optim={**settings, **optim})
-    WhetTrainer(model, SFT(), stream(), make_config(config), total_steps=STEPS).fit()
+    WhetTrainer(model, SFT(), stream(), validate_config(config), total_steps=STEPS).fit()
     return {model.hf_name(name): p.detach() for name, p in model.named_parameters()}
 
 
@@ -109,7 +109,7 @@ def test_embedding_trained_with_adapters_is_covered(directory):
     model, _ = whet.load(directory, dtype=torch.float32, device="cpu")
     if model.spec.tied_head:
         pytest.skip("its head would be trained as well")
-    retrain(model, ["embed_tokens"])
+    wrap_modules_to_save(model, ["embed_tokens"])
     freeze_pad_row(model)
     SFT().loss(model, next(stream())[0]).sums["loss"].backward()
     gradient = model.embed_tokens.trained.weight.grad

@@ -9,7 +9,7 @@ import torch
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.optim import Optim
 from whet.errors import ConfigError, ModelError
 from whet.models.from_scratch.presets import PRESETS, Shape, build_spec, preset_spec
@@ -41,7 +41,7 @@ def llama(size):
 
 
 def config(**sections):
-    return make_config(
+    return validate_config(
         {
             "model": "described by the test",
             "method": {"kind": "full"},
@@ -131,7 +131,7 @@ def test_gradient_checkpointing_trades_memory_for_flops():
     assert checkpointed.memory.activations < plain.memory.activations / 5
     assert checkpointed.other_activations == pytest.approx(plain.memory.activations, rel=1e-5)
     assert checkpointed.flops.computed > 1.2 * plain.flops.computed
-    assert checkpointed.fits > 2 * plain.fits
+    assert checkpointed.max_micro_batch_tokens > 2 * plain.max_micro_batch_tokens
 
 
 def test_largest_micro_batch_fits_and_twice_as_much_does_not():
@@ -141,11 +141,11 @@ def test_largest_micro_batch_fits_and_twice_as_much_does_not():
         run = {
             "steps": 1,
             "batch_tokens": 2**22,
-            "micro_batch_tokens": times * suggested.fits,
+            "micro_batch_tokens": times * suggested.max_micro_batch_tokens,
             "device": "cpu",
         }
         plan = plan_run(config(run=run), device="rtx4090", spec=spec, suggest=False)
-        assert (plan.memory.peak < 1.02 * plan.target.room) == fits
+        assert (plan.memory.peak < 1.02 * plan.target.usable_memory) == fits
 
 
 def test_reference_and_teacher_memory_is_counted(tmp_path):
@@ -298,7 +298,7 @@ def test_kv_cache_size_matches_generation(tmp_path):
     with torch.no_grad():
         model.hidden(torch.zeros(1, 32, dtype=torch.long), cache=cache)
     cached_bytes = sum(t[:, :, :32].nbytes for t in (*cache._keys, *cache._values))
-    assert plan_run(make_config(values), suggest=False).cache_bytes * 32 == cached_bytes
+    assert plan_run(validate_config(values), suggest=False).cache_bytes * 32 == cached_bytes
 
 
 def test_plan_accepts_the_same_configs_as_train(tiny_directory, tmp_path):

@@ -4,9 +4,9 @@ import pytest
 
 import whet
 from styles import style_shares
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.data.synthetic.generators import generate
-from whet.runs.teach import teach
+from whet.runs.teach import store_teacher_logprobs
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_distilled_student_beats_plain_student(tmp_path, smollm2_directory, monk
         "alpha": 0.7,
         "offline": {"top_k": 64},
     }
-    teach(make_config(student(tmp_path, "distilled", soft, seed=0)))
+    store_teacher_logprobs(validate_config(student(tmp_path, "distilled", soft, seed=0)))
     for seed in range(3):
         distilled = whet.train(student(tmp_path, "distilled", soft, seed=seed))
         plain = whet.train(student(tmp_path, "plain", {"kind": "sft"}, seed=seed))

@@ -10,7 +10,7 @@ from whet.generation.engine import generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.model_io.gguf.reader import convert_gguf
 from whet.model_io.gguf.writer import write_gguf
-from whet.models.stop_tokens import end_tokens, stop_tokens
+from whet.models.stop_tokens import config_eos_ids, stop_tokens
 
 HARD = [
     "",
@@ -24,7 +24,7 @@ HARD = [
 def test_f16_round_trip_of_smollm2(smollm2_directory, tmp_path):
     model, tokenizer = whet.load(smollm2_directory, dtype=torch.float32, device="cpu")
     (tmp_path / "a").mkdir()
-    write_gguf(tmp_path / "a" / "m.gguf", model, tokenizer, kind="f16", end_tokens=end_tokens(model))
+    write_gguf(tmp_path / "a" / "m.gguf", model, tokenizer, kind="f16", end_tokens=config_eos_ids(model))
     convert_gguf(tmp_path / "a" / "m.gguf", tmp_path / "model")
     restored, restored_tokenizer = whet.load(tmp_path / "model", dtype=torch.float32, device="cpu")
     assert restored.spec == model.spec
@@ -50,7 +50,11 @@ def test_f16_round_trip_of_smollm2(smollm2_directory, tmp_path):
     # a second export is byte-identical
     (tmp_path / "b").mkdir()
     write_gguf(
-        tmp_path / "b" / "m.gguf", restored, restored_tokenizer, kind="f16", end_tokens=end_tokens(restored)
+        tmp_path / "b" / "m.gguf",
+        restored,
+        restored_tokenizer,
+        kind="f16",
+        end_tokens=config_eos_ids(restored),
     )
     assert (tmp_path / "a" / "m.gguf").read_bytes() == (tmp_path / "b" / "m.gguf").read_bytes()
 

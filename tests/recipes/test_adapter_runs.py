@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import whet
 from tiny import run_config
 from tiny_adapters import shake, tokens
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError
@@ -70,7 +70,7 @@ def test_lora_plus_without_lora_b_is_rejected_with_its_key(tiny_directory, tmp_p
 def test_lora_plus_gives_lora_b_a_separate_learning_rate(tiny, tiny_directory, tmp_path):
     method = {"lr_ratio": 16, "rank": 4}
     groups = {"layers.0": {"lr_scale": 0.5}}
-    config = make_config(run_config(tiny_directory, tmp_path, method=method, optim={"groups": groups}))
+    config = validate_config(run_config(tiny_directory, tmp_path, method=method, optim={"groups": groups}))
     model = whet.attach_lora(tiny[0], rank=4)
     optimizer = whet.create_optimizer(config.optim_groups, model)
     scales = {id(p): group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}

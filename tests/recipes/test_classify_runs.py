@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_config
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.errors import ConfigError, DataError, ModelError
 from whet.recipes.classify.calibration import fit_temperature
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.runs.inspect_data import view_data
 from whet.training.checkpoint import checkpoint_path
 
@@ -210,7 +210,7 @@ def hash_of(tokenizer, text):
 
 def test_old_token_store_without_soft_labels_is_not_reused(tiny_directory, tmp_path, monkeypatch, caplog):
     """Earlier versions skipped such records; their token store must not be mistaken for the complete file."""
-    from whet.data.class_labels import Labels
+    from whet.data.class_labels import ClassLabels
     from whet.data.tokens import prepare_dataset
 
     def without_soft(labels, fields):
@@ -218,7 +218,7 @@ def test_old_token_store_without_soft_labels_is_not_reused(tiny_directory, tmp_p
             raise DataError("not a label")
         return known(labels, fields)
 
-    known = Labels.values
+    known = ClassLabels.label_values
     caplog.set_level("INFO", logger="whet")
     rows = [{"input": f"text {n}", "labels": [0, 1, 1] if n % 2 else [0.25, 0.5, 0.75]} for n in range(12)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -226,7 +226,7 @@ def test_old_token_store_without_soft_labels_is_not_reused(tiny_directory, tmp_p
         tiny_directory, tmp_path, objective={"multi_label": True}, data={"on_bad_record": "skip"}
     )
     with monkeypatch.context() as earlier:
-        earlier.setattr(Labels, "values", without_soft)
+        earlier.setattr(ClassLabels, "values", without_soft)
         earlier.setattr(prepare_dataset, "_LABELS_VERSION", 0)
         whet.train(settings)
     assert "of 6 training records, stratified by class" in caplog.text
@@ -356,7 +356,7 @@ def test_csv_and_text_fields_are_read(tiny_directory, tmp_path):
 )
 def test_invalid_configs_are_rejected(tiny_directory, tmp_path, sections, message):
     with pytest.raises(ConfigError, match=message):
-        make_config(config(tiny_directory, tmp_path, **sections))
+        validate_config(config(tiny_directory, tmp_path, **sections))
 
 
 def test_too_long_text_is_rejected_with_its_length(tiny_directory, tmp_path):
@@ -368,7 +368,7 @@ def test_too_long_text_is_rejected_with_its_length(tiny_directory, tmp_path):
     ) as caught:
         whet.train(settings)
     assert caught.value.hint == "raise data.max_length, or set data.too_long to truncate or drop"
-    view = view_data(make_config(settings))
+    view = view_data(validate_config(settings))
     assert view.splits[0].too_long == tuple(
         f"{tmp_path}/train.jsonl:{line}: {63 + line} tokens" for line in (2, 3)
     )
@@ -376,15 +376,15 @@ def test_too_long_text_is_rejected_with_its_length(tiny_directory, tmp_path):
 
 def test_adapters_target_q_and_v_by_default(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path)
-    assert make_config(settings).method.targets == "qv"
+    assert validate_config(settings).method.targets == "qv"
     path = tmp_path / "again.yaml"
     from whet.config.load_config import to_yaml
 
-    path.write_text(to_yaml(make_config(settings)))
-    assert load_config(path) == make_config(settings)
+    path.write_text(to_yaml(validate_config(settings)))
+    assert load_config(path) == validate_config(settings)
     settings["method"]["targets"] = "all-linear"
-    assert make_config(settings).method.targets == "all-linear"
-    assert make_config(run_config(tiny_directory, tmp_path)).method.targets == "all-linear"
+    assert validate_config(settings).method.targets == "all-linear"
+    assert validate_config(run_config(tiny_directory, tmp_path)).method.targets == "all-linear"
 
 
 def test_class_imbalance_is_weighted_and_logged(tiny_directory, tmp_path, caplog):
@@ -435,7 +435,11 @@ def test_damaged_head_is_rejected(tiny_directory, tmp_path):
 
 def test_yaml_list_of_numbers_sets_class_weights(tiny_directory, tmp_path):
     settings = config(tiny_directory, tmp_path, objective={"class_weights": [1, 2, 3]})
-    assert make_config(yaml.safe_load(yaml.safe_dump(settings))).objective.class_weights == [1.0, 2.0, 3.0]
+    assert validate_config(yaml.safe_load(yaml.safe_dump(settings))).objective.class_weights == [
+        1.0,
+        2.0,
+        3.0,
+    ]
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0, 50.0])
@@ -499,7 +503,7 @@ def with_hard_records(tiny_directory, tmp_path, rows, **sections):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     curriculum = {"kind": "difficulty", "hard": str(path)}
     data = {"curriculum": curriculum, **sections.pop("data", {})}
-    return make_config(config(tiny_directory, tmp_path, data=data, **sections))
+    return validate_config(config(tiny_directory, tmp_path, data=data, **sections))
 
 
 def test_class_weights_and_probe_use_hard_records_too(tiny_directory, tmp_path, monkeypatch):
@@ -522,7 +526,7 @@ def test_class_weights_and_probe_use_hard_records_too(tiny_directory, tmp_path, 
             return super().fit(x, y)
 
     monkeypatch.setattr(classifier_report, "LinearProbe", Probe)
-    with assembled(run_config) as work:
+    with open_assembly(run_config) as work:
         inverse = 1 / np.array([15 + 21, 15, 30])
         assert work.build.objective.class_weights.tolist() == pytest.approx(list(inverse / inverse.mean()))
     whet.train(run_config)
@@ -532,7 +536,7 @@ def test_class_weights_and_probe_use_hard_records_too(tiny_directory, tmp_path, 
 def test_hard_records_equal_to_held_out_ones_are_not_trained_on(tiny_directory, tmp_path):
     path = write_records(tmp_path / "train.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    with assembled(with_hard_records(tiny_directory, tmp_path, rows)) as work:
+    with open_assembly(with_hard_records(tiny_directory, tmp_path, rows)) as work:
         splits = {
             name: {tuple(example.tokens) for example in examples}
             for name, examples in work.data.examples.items()
@@ -545,7 +549,7 @@ def test_hard_records_equal_to_held_out_ones_are_not_trained_on(tiny_directory, 
     run_config = with_hard_records(tiny_directory, tmp_path, held_out, run={"name": "all"})
     with (
         pytest.raises(DataError, match="every hard record equals a training record that was held out"),
-        assembled(run_config),
+        open_assembly(run_config),
     ):
         pass
 
@@ -565,7 +569,7 @@ def test_loaded_classifier_keeps_the_class_weights_of_its_run(tiny_directory, tm
     settings = config(
         tiny_directory, tmp_path, objective={"class_weights": kind}, checkpoint={"every": 2, "keep": 9}
     )
-    with assembled(make_config(settings)) as work:
+    with open_assembly(validate_config(settings)) as work:
         weights = work.build.objective.class_weights.tolist()
     run = whet.train(settings).directory
     whet.Classifier.load(run).save(tmp_path / "saved")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_commands, run_config
-from whet.config.load_config import load_config, make_config, to_dict, to_yaml
+from whet.config.load_config import load_config, to_dict, to_yaml, validate_config
 from whet.config.objectives.custom import CustomObjective
 from whet.errors import CheckpointError, ConfigError
 from whet.given.given import Given, collect_given
@@ -63,7 +63,7 @@ def losses(directory):
 def test_config_keeps_custom_keys_and_imports_nothing(tmp_path):
     keys = {"strength": 0.5, "layers": [1, 2], "nested": {"deep": None, "on": True}}
     objective = {"kind": "no_such_package.module:Objective", **keys}
-    config = make_config(
+    config = validate_config(
         {
             "model": "nano",
             "data": {"train": "synth:house:4"},
@@ -101,7 +101,7 @@ def test_config_keeps_custom_keys_and_imports_nothing(tmp_path):
 def test_non_objectives_are_rejected(objective, message):
     config = {"model": "nano", "data": {"train": "a"}, "run": {"name": "x", "steps": 1, "batch_size": 1}}
     with pytest.raises(ConfigError, match=message):
-        make_config({**config, "objective": objective})
+        validate_config({**config, "objective": objective})
 
 
 HERE = f"{__name__}:"
@@ -141,7 +141,7 @@ def test_keys_for_an_objective_instance_are_rejected():
 
 
 def test_custom_recipe_runs_the_config(tiny_directory, tmp_path):
-    config = make_config(run_config(tiny_directory, tmp_path, objective={"kind": f"{HERE}OwnRecipe"}))
+    config = validate_config(run_config(tiny_directory, tmp_path, objective={"kind": f"{HERE}OwnRecipe"}))
     assert type(recipe_for(config)) is OwnRecipe
 
 

@@ -189,5 +189,5 @@ def test_two_processes_train_the_run_of_one(kind, config, tmp_path):
         pytest.skip("a quality model trains in one process")
     alone = whet.train(config("alone"), verbose=0).directory
     both = {"both": config("both", parallel={"kind": "ddp"})}
-    run_world(2, "train_and_tell", out=tmp_path / "out", timeout=300, configs=both)
+    run_world(2, "train_and_record", out=tmp_path / "out", timeout=300, configs=both)
     assert relative_distance(final_tensors(tmp_path / "both"), final_tensors(alone)) < 1e-5

@@ -11,7 +11,7 @@ import whet
 from tiny import run_config
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
 from whet.rl import rollouts
-from whet.rl.rollouts import RolloutStream, row_seed
+from whet.rl.rollouts import RolloutStream, completion_seed
 from whet.training.callbacks import Callback, StopRun
 
 SHORT = {"function": "length", "arguments": {"longest": 2, "margin": 20}}
@@ -184,7 +184,9 @@ def test_every_prompt_occurs_once_per_epoch_and_steps_are_counted(monkeypatch, t
 
 
 def test_every_completion_has_its_seed():
-    seeds = {row_seed(seed, rollout, row) for seed in range(3) for rollout in range(3) for row in range(3)}
+    seeds = {
+        completion_seed(seed, rollout, row) for seed in range(3) for rollout in range(3) for row in range(3)
+    }
     assert len(seeds) == 27
 
 
@@ -280,7 +282,7 @@ def test_truncated_completions_are_masked_if_configured(tiny_directory, tmp_path
 
 
 def test_sampler_that_differs_from_the_policy_raises(tiny_directory, tmp_path, monkeypatch):
-    original = rollouts.Sampler.complete
+    original = rollouts.RolloutSampler.complete
 
     def other(sampler, *args, **kwargs):
         actual = original(sampler, *args, **kwargs)
@@ -288,7 +290,7 @@ def test_sampler_that_differs_from_the_policy_raises(tiny_directory, tmp_path, m
             completion.logprobs[:] = [value - 0.1 for value in completion.logprobs]
         return actual
 
-    monkeypatch.setattr(rollouts.Sampler, "complete", other)
+    monkeypatch.setattr(rollouts.RolloutSampler, "complete", other)
     with pytest.raises(
         RunError, match="the sampler's and the trainer's log-probabilities .* differ by 0.1 on"
     ):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import whet
 from tiny import run_config
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.errors import ConfigError
 from whet.training.callbacks import Callback, StopRun
 
@@ -117,13 +117,13 @@ def test_model_without_mup_is_rejected(tiny_directory, tmp_path):
 )  # fmt: skip
 def test_settings_without_a_mup_rule_are_rejected(tmp_path, sections, message):
     with pytest.raises(ConfigError) as caught:
-        make_config(mup_config(tmp_path, **sections))
+        validate_config(mup_config(tmp_path, **sections))
     assert message in str(caught.value)
 
 
 def test_tabular_models_do_not_support_mup():
     with pytest.raises(ConfigError, match="optim.mup needs a language model"):
-        make_config({"model": {"quality": "nano"}, "optim": {"mup": {"base_width": 4}}})
+        validate_config({"model": {"quality": "nano"}, "optim": {"mup": {"base_width": 4}}})
 
 
 @pytest.mark.parametrize(

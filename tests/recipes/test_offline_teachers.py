@@ -9,10 +9,10 @@ import torch
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.errors import ConfigError, DataError, ModelError
 from whet.recipes import frozen_models, teachers
-from whet.runs.teach import teach
+from whet.runs.teach import store_teacher_logprobs
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def losses(result):
 def test_storing_all_tokens_equals_the_online_teacher(tiny_directory, tmp_path, teacher, how, monkeypatch):
     online = whet.train(config(tiny_directory, tmp_path, teacher, offline=None, name="online", data=how))
     settings = config(tiny_directory, tmp_path, teacher, offline=1000, name="offline", data=how)
-    teach(make_config(settings))
+    store_teacher_logprobs(validate_config(settings))
 
     def refuse(*_, **__):
         raise AssertionError("an offline teacher was loaded")
@@ -63,7 +63,7 @@ def test_top_k_loss_is_a_lower_bound_and_the_student_learns(tiny_directory, tmp_
     for top_k in (4, 64, None):
         settings = config(tiny_directory, tmp_path, teacher, offline=top_k, name=f"k-{top_k}", **how)
         if top_k:
-            teach(make_config(settings))
+            store_teacher_logprobs(validate_config(settings))
         actual[top_k] = whet.train(settings)
     first = {top_k: run.history[0]["eval_loss"] for top_k, run in actual.items()}
     assert first[4] < first[64] < first[None]
@@ -77,7 +77,7 @@ def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
         settings = config(tiny_directory, tmp_path, teacher, offline=offline, name=f"run-{offline}",
                           objective={"teacher": named})  # fmt: skip
         if offline:
-            teach(make_config(settings))
+            store_teacher_logprobs(validate_config(settings))
         runs.append(losses(whet.train(settings)))
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
@@ -85,8 +85,8 @@ def test_several_teachers_are_weighted(tiny_directory, tmp_path, teacher):
 def test_stored_logprobs_match_the_teacher_and_sum_to_one(tiny_directory, tmp_path, teacher):
     from whet.data.run_data import Needs, RunData
 
-    settings = make_config(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 80}))
-    teach(settings)
+    settings = validate_config(config(tiny_directory, tmp_path, teacher, offline=8, data={"max_length": 80}))
+    store_teacher_logprobs(settings)
     model, tokenizer = whet.load(teacher, dtype=torch.float32, device="cpu")
     data = RunData(settings, Needs())
     data.prepare(tokenizer)
@@ -116,7 +116,7 @@ def test_offline_run_resumes_exactly_and_works_in_a_mix(tiny_directory, tmp_path
         other = {"objective": {"kind": "sft"}, "data": {"train": "synth:house:8", "max_length": 256}}
         return {**settings, "objective": {"kind": "mix", "parts": [part, other]}}
 
-    teach(make_config(mixed("whole")))
+    store_teacher_logprobs(validate_config(mixed("whole")))
     uninterrupted = whet.train(mixed("whole"))
     part = whet.train(mixed("part"), [StopAt()])
     assert losses(part) + losses(whet.resume(part.directory)) == losses(uninterrupted)
@@ -127,7 +127,7 @@ def test_missing_or_outdated_logprobs_are_rejected(tiny_directory, tmp_path, tea
     with pytest.raises(DataError, match="no stored log-probabilities of .* for the train records") as caught:
         whet.train(settings)
     assert caught.value.hint == "compute them with: whet teach CONFIG"
-    teach(make_config(settings))
+    store_teacher_logprobs(validate_config(settings))
     with pytest.raises(DataError, match="no stored log-probabilities of"):
         whet.train(config(tiny_directory, tmp_path, teacher, offline=9))
     with pytest.raises(DataError, match="no stored log-probabilities of"):
@@ -137,7 +137,7 @@ def test_missing_or_outdated_logprobs_are_rejected(tiny_directory, tmp_path, tea
         path.write_bytes(content[:-4])
     with pytest.raises(DataError, match="no stored log-probabilities of"):
         whet.train(settings)
-    teach(make_config(settings))
+    store_teacher_logprobs(validate_config(settings))
     torch.manual_seed(3)
     write_tiny_model(tmp_path / "new", hidden_size=48, intermediate_size=80, initializer_range=0.1)
     shutil.copy(tmp_path / "new" / "model.safetensors", teacher / "model.safetensors")
@@ -151,19 +151,21 @@ def test_missing_or_outdated_logprobs_are_rejected(tiny_directory, tmp_path, tea
 def test_teachers_with_another_vocabulary_are_rejected_first(tiny_directory, tmp_path, teacher):
     write_tiny_model(tmp_path / "wider", vocab_size=300)
     with pytest.raises(ModelError, match="has a vocabulary of 300, but .* of 260"):
-        teach(make_config(config(tiny_directory, tmp_path, tmp_path / "wider", offline=8)))
+        store_teacher_logprobs(
+            validate_config(config(tiny_directory, tmp_path, tmp_path / "wider", offline=8))
+        )
     assert not list((tmp_path / "tokens").rglob("teacher-*"))
     with pytest.raises(ConfigError, match="this config has no offline teacher"):
-        teach(make_config(config(tiny_directory, tmp_path, teacher, offline=None)))
+        store_teacher_logprobs(validate_config(config(tiny_directory, tmp_path, teacher, offline=None)))
     with pytest.raises(ConfigError, match="objective.offline.top_k: Input should be greater than 0"):
-        make_config(
+        validate_config(
             config(tiny_directory, tmp_path, teacher, offline=None, objective={"offline": {"top_k": 0}})
         )
 
 
 def test_changed_config_of_the_same_weights_is_another_teacher(tiny_directory, tmp_path, teacher):
     settings = config(tiny_directory, tmp_path, teacher, offline=8)
-    teach(make_config(settings))
+    store_teacher_logprobs(validate_config(settings))
     changed = json.loads((teacher / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
     (teacher / "config.json").write_text(json.dumps(changed))
     with pytest.raises(DataError, match="the config of .* changed after its log-probabilities of"):

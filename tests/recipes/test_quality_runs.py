@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import whet
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.data.packing import StepSettings
 from whet.data.sources.source import open_source
 from whet.errors import CheckpointError, ConfigError, RunError
 from whet.recipes.quality.ledgers import create_ledgers
-from whet.recipes.quality.quality import dry_run, evaluate_quality
+from whet.recipes.quality.quality import evaluate_quality, write_dry_run
 from whet.recipes.quality.regression import Regression
 from whet.recipes.quality.row_batches import read_rows, row_batches
 from whet.recipes.quality.tabular_model import QualitySpec, architecture, load_quality, new_quality_model
 from whet.recipes.quality.tkp1 import read_tkp1, restore_tkp1
-from whet.runs.provenance import provenance
+from whet.runs.provenance import collect_provenance
 from whet.training.callbacks import Callback, StopRun
 from whet.training.trainer import Trainer
 
@@ -40,7 +40,7 @@ def rows_of(directory):
 
 
 def test_config_needs_only_the_size():
-    actual = make_config({"model": {"quality": "nano"}})
+    actual = validate_config({"model": {"quality": "nano"}})
     assert (actual.run.steps, actual.run.batch_size, actual.method.kind) == (20, 128, "full")
     assert (actual.optim.lr, actual.optim.clip, actual.optim.warmup, actual.optim.min_lr_ratio) == (
         0.01,
@@ -50,11 +50,13 @@ def test_config_needs_only_the_size():
     )
     assert actual.optim.groups[r"^router\."].lr_scale == 0.1
     assert actual.data.train == "synth:quality:512"
-    steps = {size: make_config({"model": {"quality": size}}).run.steps for size in ("tiny", "medium", "full")}
+    steps = {
+        size: validate_config({"model": {"quality": size}}).run.steps for size in ("tiny", "medium", "full")
+    }
     assert steps == {"tiny": 50, "medium": 100, "full": 100}
-    dense = make_config({"model": {"quality": "nano", "arm": "dense"}, "optim": {"name": "sgd"}})
+    dense = validate_config({"model": {"quality": "nano", "arm": "dense"}, "optim": {"name": "sgd"}})
     assert (dense.optim.groups, dense.optim.weight_decay) == ({}, 0.0)
-    stored = make_config(
+    stored = validate_config(
         {"model": {"quality": "nano"}, "optim": {"lr": 1.0, "groups": {}}, "run": {"epochs": 2}}
     )
     assert (stored.optim.lr, stored.optim.groups, stored.run.steps, stored.optim.clip) == (1.0, {}, None, 0.5)
@@ -90,12 +92,12 @@ def test_config_needs_only_the_size():
 )
 def test_incompatible_settings_are_rejected(sections, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        make_config(config(tmp_path, **sections))
+        validate_config(config(tmp_path, **sections))
 
 
 def test_language_model_does_not_support_regression(tiny_directory):
     with pytest.raises(ConfigError, match="regression needs a model for rows of numbers"):
-        make_config(
+        validate_config(
             {
                 "model": str(tiny_directory),
                 "objective": {"kind": "regression"},
@@ -108,7 +110,7 @@ def test_language_model_does_not_support_regression(tiny_directory):
 @pytest.mark.parametrize("gluing", [0.0, 0.5])
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
 def test_loss_is_a_mean_and_gradient_does_not_depend_on_micro_batches(arm, gluing):
-    spec = QualitySpec.from_config(make_config({"model": {"quality": "nano", "arm": arm}}).model)
+    spec = QualitySpec.from_config(validate_config({"model": {"quality": "nano", "arm": arm}}).model)
     rows = read_rows(open_source("synth:quality:24"), inputs=96, outputs=20)
     actual = {}
     for micro in (24, 7):
@@ -274,7 +276,7 @@ def test_ledgers_are_split_into_disjoint_train_and_valid_rows(tmp_path):
 
 
 def test_router_learning_rate_is_scaled_by_name(tmp_path):
-    settings = make_config(config(tmp_path, run={"steps": 1}, optim={"warmup": 0}))
+    settings = validate_config(config(tmp_path, run={"steps": 1}, optim={"warmup": 0}))
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
     trainer = Trainer(model, Regression(), [[]], settings)
     rates = {}
@@ -289,7 +291,7 @@ def test_router_lr_scale_only_scales_the_router(tmp_path):
     """Plain SGD changes a weight by lr * scale * gradient; the gradients are from an independent backward."""
     optim = {"name": "sgd", "momentum": 0.0, "lr": 0.5, "warmup": 0, "schedule": "constant", "clip": None}
     settings = config(tmp_path, optim={**optim, "router_lr_scale": 0.25}, run={"steps": 1, "batch_size": 96})
-    assert make_config(settings).optim.groups == {}, "the key stands for the task's default group"
+    assert validate_config(settings).optim.groups == {}, "the key stands for the task's default group"
     result = whet.train(settings)
     model = new_quality_model(QualitySpec("nano", "softmax"), seed=0)
     rows = read_rows(open_source("synth:quality:96"), inputs=96, outputs=20)
@@ -344,9 +346,9 @@ def test_dry_run_writes_every_file_without_building_a_model(tmp_path, monkeypatc
         raise AssertionError("a model was built")
 
     monkeypatch.setattr("whet.recipes.quality.tabular_model.TabularModel.__init__", refuse)
-    settings = make_config(config(tmp_path, model={"quality": "full"}, optim={"warmup": 2}))
+    settings = validate_config(config(tmp_path, model={"quality": "full"}, optim={"warmup": 2}))
     for _ in range(2):  # an earlier dry run is replaced
-        fields = dry_run(settings, provenance)
+        fields = write_dry_run(settings, collect_provenance)
     directory = tmp_path / "q-dry-run"
     files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert files == {
@@ -381,7 +383,7 @@ def test_dry_run_writes_every_file_without_building_a_model(tmp_path, monkeypatc
     assert not (tmp_path / "q").exists()  # the run's own name stays free
     (directory / "provenance.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a dry run"):
-        dry_run(settings, provenance)
+        write_dry_run(settings, collect_provenance)
 
 
 def test_early_stopping_and_epochs_work(tmp_path):

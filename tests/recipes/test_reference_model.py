@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 import whet
 from tiny import run_config, write_tiny_model
-from whet.config.checks.unread_keys import unread
-from whet.config.load_config import make_config
+from whet.config.checks.unread_keys import keys_without_effect
+from whet.config.load_config import validate_config
 from whet.data.sources.source import open_source
 from whet.errors import CheckpointError, ModelError
 from whet.planning.plan import plan_run
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.training.callbacks import Callback, StopRun
 
 METHODS = [{"kind": "full"}, {"kind": "lora", "rank": 4, "dropout": 0.1}]
@@ -142,7 +142,7 @@ def test_grpo_measures_the_kl_to_the_named_reference(tiny_directory, other, tmp_
     objective = {"beta": 0.1, "reference_model": str(other)}
     settings = grpo_config(tiny_directory, tmp_path, objective, method=method, data={"pack": False})
     reference = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float64)
-    with assembled(make_config(settings)) as work:
+    with open_assembly(validate_config(settings)) as work:
         for batch in next(iter(work.stream)):
             with torch.no_grad():  # padding stands behind the texts, which do not see it
                 logprobs = reference(batch.tokens).logits.log_softmax(-1).flatten(0, 1)
@@ -229,11 +229,13 @@ def test_unused_reference_is_reported(tmp_path):
         ({"kind": "orpo"}, "objective.kind: orpo"),
         ({"kind": "simpo"}, "objective.kind: simpo"),
     ):
-        config = make_config(dpo_config("tiny", tmp_path, {**objective, **given}))
-        assert unread(config)["objective.reference_model"] == choice
-    config = make_config(grpo_config("tiny", tmp_path, {**objective, "beta": 0.0}))
-    assert unread(config) == {"objective.reference_model": "objective.beta: 0"}
-    assert unread(make_config(grpo_config("tiny", tmp_path, {**objective, "beta": 0.1}))) == {}
+        config = validate_config(dpo_config("tiny", tmp_path, {**objective, **given}))
+        assert keys_without_effect(config)["objective.reference_model"] == choice
+    config = validate_config(grpo_config("tiny", tmp_path, {**objective, "beta": 0.0}))
+    assert keys_without_effect(config) == {"objective.reference_model": "objective.beta: 0"}
+    assert (
+        keys_without_effect(validate_config(grpo_config("tiny", tmp_path, {**objective, "beta": 0.1}))) == {}
+    )
 
 
 def test_plan_includes_the_reference(tiny_directory, other, tmp_path):
@@ -242,7 +244,7 @@ def test_plan_includes_the_reference(tiny_directory, other, tmp_path):
 
     def planned(make, objective, method):
         return plan_run(
-            make_config(make(tiny_directory, tmp_path, objective, method=method, run=run)), suggest=False
+            validate_config(make(tiny_directory, tmp_path, objective, method=method, run=run)), suggest=False
         )
 
     named, lora = {"beta": 0.1, "reference_model": str(other)}, {"kind": "lora", "rank": 4}

@@ -13,7 +13,7 @@ from whet.config.section import Section
 from whet.lazy_import import load_object
 from whet.recipes import registry
 from whet.recipes.recipe import Recipe
-from whet.recipes.registry import needs_of, recipe_for
+from whet.recipes.registry import recipe_for, record_needs
 from whet.training.optim import optimizers
 
 SECTIONS = [*get_args(get_args(AnyObjective)[0]), MixObjective]
@@ -47,7 +47,7 @@ def test_every_objective_has_a_recipe_for_its_section(section):
 
 def test_objective_without_a_recipe_does_not_fall_back_to_sft():
     config = SimpleNamespace(objective=UnregisteredObjective())
-    for build in (recipe_for, needs_of):
+    for build in (recipe_for, record_needs):
         with pytest.raises(KeyError, match="unregistered"):
             build(config)
 

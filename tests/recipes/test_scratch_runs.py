@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import whet
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.preset import Preset
 from whet.errors import ConfigError
 from whet.models.from_scratch import presets
@@ -110,7 +110,7 @@ def test_invalid_from_scratch_configs_are_rejected(tmp_path, changes, message):
 
 
 def test_numeric_run_names_and_path_objects_are_accepted(tmp_path):
-    config = make_config(
+    config = validate_config(
         {
             "model": tmp_path,
             "data": {"train": tmp_path / "a.jsonl"},

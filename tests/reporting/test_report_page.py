@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from whet.errors import CheckpointError, ConfigError
-from whet.evaluation.classifier_metrics import marked_report, single_report, softmax
+from whet.evaluation.classifier_metrics import multi_label_report, single_label_report, softmax
 from whet.reporting.run.report_page import report_page, write_report
 from whet.reporting.run.router_maps import MAX_LAYERS, _bin_steps
 from whet.reporting.run.run_list import list_runs, runs_text
-from whet.runs.metric_series import smoothed, thinned
+from whet.runs.metric_series import downsample, smooth
 from whet.runs.run_files import read_run
 
 SCRIPT = "<script>alert('x')</script>"
@@ -317,9 +317,9 @@ def classified(names, *, marks=False):
     labels = rng.integers(len(names), size=60)
     chances = softmax(rng.normal(size=(60, len(names))) + 2 * np.eye(len(names))[labels])
     report = (
-        marked_report(chances, np.eye(len(names))[labels], names)
+        multi_label_report(chances, np.eye(len(names))[labels], names)
         if marks
-        else single_report(chances, labels, names)
+        else single_label_report(chances, labels, names)
     )
     report["baselines"]["linear probe"] = {"accuracy": 0.5, "f1_macro": 0.4321}
     return {**report, "split": "valid"}
@@ -461,7 +461,7 @@ def test_missing_matplotlib_error_names_the_extra(new_run, monkeypatch):
 def test_long_run_gives_small_page_with_all_peaks(new_run):
     steps, values = list(range(20_000)), [float(step % 7) for step in range(20_000)]
     values[12_345] = 99.0
-    thin_steps, thin_values = thinned(steps, values)
+    thin_steps, thin_values = downsample(steps, values)
     assert len(thin_values) < 700
     assert thin_steps == sorted(set(thin_steps))
     assert (thin_steps[0], thin_steps[-1]) == (0, 19_999)
@@ -477,8 +477,8 @@ def test_smoothing_is_an_exponentially_weighted_mean():
     keep = 1 - 2 / (90 / 30 + 1)
     distance = np.abs(np.subtract.outer(np.arange(90), np.arange(90)))
     weights = keep**distance
-    np.testing.assert_allclose(smoothed(list(values)), weights @ values / weights.sum(1), atol=1e-12)
-    assert smoothed([1.0] * 20) is None
+    np.testing.assert_allclose(smooth(list(values)), weights @ values / weights.sum(1), atol=1e-12)
+    assert smooth([1.0] * 20) is None
 
 
 def test_list_runs_marks_damaged_runs(new_run, tmp_path):

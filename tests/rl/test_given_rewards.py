@@ -10,7 +10,7 @@ import pytest
 from whet.config.objectives.grpo import GRPOObjective
 from whet.errors import ConfigError, RunError
 from whet.rl.rewards.worker_pool import RewardInput, RewardPool
-from whet.user_code import bind_arguments, importable_reference
+from whet.user_code import bind_arguments, find_import_reference
 
 
 def pool(functions, *more_rewards, arguments=None, **settings):
@@ -173,8 +173,8 @@ def test_unbindable_function_error_shows_signature(function):
 
 
 def test_importable_reference_requires_module_level_function():
-    assert importable_reference(negative_length) == f"{__name__}:negative_length"
-    assert importable_reference(os.path.join) == "posixpath:join"
+    assert find_import_reference(negative_length) == f"{__name__}:negative_length"
+    assert find_import_reference(os.path.join) == "posixpath:join"
     local = functools.wraps(negative_length)(lambda *args: 0)  # has the name of another function
     for function in (
         lambda: 0,
@@ -184,4 +184,4 @@ def test_importable_reference_requires_module_level_function():
         RewardPool.score,
         RewardPool,
     ):
-        assert importable_reference(function) is None
+        assert find_import_reference(function) is None

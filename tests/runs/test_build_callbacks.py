@@ -8,7 +8,7 @@ import torch
 
 import whet
 from tiny import run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.errors import ConfigError, DataError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, StopRun
@@ -114,7 +114,7 @@ def test_minutes_budget_finishes_the_run(tiny_directory, tmp_path):
 
 def test_invalid_budgets_are_rejected(tiny_directory, tmp_path):
     with pytest.raises(ConfigError, match="a budget needs flops, minutes or both"):
-        make_config(run_config(tiny_directory, tmp_path, run={"budget": {}}))
+        validate_config(run_config(tiny_directory, tmp_path, run={"budget": {}}))
     with pytest.raises(ConfigError, match="a budget in FLOPs needs flops_per_token"):
         whet.Budget(flops=1.0)
 

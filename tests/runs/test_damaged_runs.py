@@ -11,8 +11,8 @@ import whet
 from tiny import run_config
 from whet.cli.app import app
 from whet.errors import CheckpointError
-from whet.run_directory import set_aside_later_rows
-from whet.training.checkpoint import prune
+from whet.run_directory import move_superseded_rows
+from whet.training.checkpoint import prune_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_surplus_checkpoint_is_removed_on_resume(tiny_directory, tmp_path):
 def test_set_aside_later_rows_keeps_rows_up_to_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": null}\n{"step": 2}\n{"step": 3}\n{"st')
-    set_aside_later_rows(path, step=2, evaluated_step=None)
+    move_superseded_rows(path, step=2, evaluated_step=None)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert path.with_suffix(".superseded.jsonl").read_text() == '{"step": null}\n{"step": 3}\n{"st\n'
 
@@ -145,5 +145,5 @@ def test_set_aside_later_rows_keeps_rows_up_to_the_checkpoint(tmp_path):
 def test_prune_ignores_other_directories(tmp_path):
     for name in ("step-000001", "step-000002", "step-²", "notes"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    prune(tmp_path, keep=1, best_steps=[])
+    prune_checkpoints(tmp_path, keep=1, best_steps=[])
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-000002", "step-²", "notes"}

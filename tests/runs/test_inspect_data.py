@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tiny import run_config, write_tokenizer
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.inspect.data_facts import histogram
 from whet.data.inspect.problems import find_problems
-from whet.data.inspect.token_text import TokenText, visible
+from whet.data.inspect.token_text import TokenText, to_visible_text
 from whet.data.run_data import Needs, RunData
 from whet.models.from_scratch.train_tokenizer import byte_tokenizer
 from whet.reporting.data.data_wording import step_rows
@@ -37,7 +37,7 @@ def look(tiny_directory, tmp_path):
         if records is not None:
             data = {"train": write(tmp_path / "train.jsonl", records), "valid": None, **data}
         config = run_config(tiny_directory, tmp_path, data=data, run=run or {}, method={"kind": "full"})
-        return view_data(make_config(config | ({"model": model} if model else {})), samples=samples)
+        return view_data(validate_config(config | ({"model": model} if model else {})), samples=samples)
 
     return view
 
@@ -58,7 +58,7 @@ def test_counts_and_lengths_match_the_chat_template(look, tiny_directory):
     # an answer is its bytes and the token that ends it
     assert train.supervised == sum(3 * (n + 1) + 1 for n in range(30))
     assert sum(each.count for each in train.bins) == 30
-    assert train.shapes == {"messages": 30}
+    assert train.record_formats == {"messages": 30}
     assert train.ended == 30
     assert view.tokenizer.ends == ("⟨|end|⟩",)
     assert not find_problems(view)
@@ -70,7 +70,7 @@ def test_step_plan_matches_the_batch_stream(look, tiny_directory, tmp_path, pack
     run = {"steps": 40, "micro_batch_tokens": 300, **step}
     plan = look(RECORDS, pack=pack, run=run).steps
     keys = {"train": str(tmp_path / "train.jsonl"), "valid": None, "pack": pack}
-    data = RunData(make_config(run_config(tiny_directory, tmp_path, data=keys, run=run)), Needs())
+    data = RunData(validate_config(run_config(tiny_directory, tmp_path, data=keys, run=run)), Needs())
     data.prepare(AutoTokenizer.from_pretrained(tiny_directory))
     stream = data.stream()
     steps = []
@@ -78,7 +78,7 @@ def test_step_plan_matches_the_batch_stream(look, tiny_directory, tmp_path, pack
         steps.append(next(stream))
     batches = [batch for step in steps for batch in step]
     real = sum(batch.real_tokens for batch in batches)
-    assert (plan.steps, plan.in_epoch, plan.measured) == (40, len(steps), len(steps))
+    assert (plan.steps, plan.steps_per_epoch, plan.measured) == (40, len(steps), len(steps))
     assert plan.epochs == 40 / len(steps)
     assert plan.examples_a_step == 30 / len(steps)
     assert plan.tokens_a_step == pytest.approx(real / len(steps))
@@ -96,13 +96,13 @@ def test_step_plan_matches_the_batch_stream(look, tiny_directory, tmp_path, pack
 
 def test_epochs_are_converted_to_steps(look):
     plan = look(RECORDS, run={"steps": None, "epochs": 3}).steps
-    assert (plan.steps, plan.in_epoch, plan.epochs) == (24, 8, 3)
+    assert (plan.steps, plan.steps_per_epoch, plan.epochs) == (24, 8, 3)
 
 
 def test_measurement_of_a_large_data_set_is_sampled(look, monkeypatch):
     monkeypatch.setattr("whet.data.inspect.step_facts.MEASURED_EXAMPLES", 10)
     plan = look(RECORDS).steps
-    assert (plan.measured, plan.in_epoch) == (3, 8)
+    assert (plan.measured, plan.steps_per_epoch) == (3, 8)
 
 
 def test_too_long_records_are_counted(look):
@@ -136,7 +136,9 @@ def test_repeats_from_mixture_weights_are_not_duplicates(look, tmp_path):
 def test_overlap_of_train_and_held_out_records_is_reported(look, tmp_path):
     held_out = write(tmp_path / "held.jsonl", [chat("new", "1"), RECORDS[3], RECORDS[5]])
     view = look(RECORDS, valid=held_out, test="synth:house-test:5")
-    actual = {(overlap.held, overlap.learned): overlap.twins for overlap in view.overlaps}
+    actual = {
+        (overlap.held_out_split, overlap.training_split): overlap.duplicates for overlap in view.overlaps
+    }
     assert actual["valid", "train"].count == 2
     assert actual["valid", "train"].pair == (f"{held_out}:2", f"{tmp_path}/train.jsonl:4")
     assert actual["test", "train"].count == 0
@@ -147,7 +149,10 @@ def test_hard_records_of_a_curriculum_are_a_separate_split(look, tmp_path):
     held_out = write(tmp_path / "held.jsonl", [chat("why", "because " * 2)])
     view = look(RECORDS, valid=held_out, curriculum={"kind": "difficulty", "hard": hard})
     assert [split.name for split in view.splits] == ["train", "valid", "hard"]
-    assert {(overlap.held, overlap.learned): overlap.twins.count for overlap in view.overlaps} == {
+    assert {
+        (overlap.held_out_split, overlap.training_split): overlap.duplicates.count
+        for overlap in view.overlaps
+    } == {
         ("valid", "train"): 0,
         ("valid", "hard"): 1,
     }
@@ -168,15 +173,15 @@ def test_samples_show_the_first_examples_token_by_token(look, tiny_directory):
         "⟨|end|⟩",
     ]
     assert "↵\n" in [piece.text for piece in sample.head]
-    assert sample.place == ""
+    assert sample.token_range == ""
 
 
 def test_long_sample_is_truncated_in_the_middle(look):
     [sample] = look([chat("a", "b" * 600)], max_length=400).splits[0].samples
     shown = sum(len(piece.ids) for piece in (*sample.head, *sample.tail))
-    assert (sample.tokens, shown + sample.left_out) == (400, 400)
-    assert sample.left_out == 160
-    assert sample.place == "tokens 1 to 400 of 605"
+    assert (sample.tokens, shown + sample.omitted_tokens) == (400, 400)
+    assert sample.omitted_tokens == 160
+    assert sample.token_range == "tokens 1 to 400 of 605"
 
 
 def test_first_token_of_an_example_is_not_supervised(look):
@@ -202,7 +207,7 @@ def test_token_pieces_are_complete_and_spell_the_text(text):
     assert [token for piece in pieces for token in piece.ids] == ids
     shown = "".join(piece.text for piece in pieces)
     if "\ufffd" not in text:
-        expected = "".join("↵\n" if char == "\n" else visible(char) for char in text)
+        expected = "".join("↵\n" if char == "\n" else to_visible_text(char) for char in text)
         assert shown == expected
     # nothing that a terminal would obey or that turns the line around
     assert not any(char in shown for char in "\x1b\r\x07\x9b\u202e\u2028")
@@ -246,13 +251,13 @@ def test_grpo_prompts_are_counted_and_checked(tiny_directory, tmp_path):
     objective = {"kind": "grpo", "rewards": ["exact_match"], "max_new_tokens": 200, "group_size": 4}
     data = {"train": "synth:sums:20", "valid": "synth:sums-valid:5", "max_length": 256}
     config = run_config(tiny_directory, tmp_path, objective=objective, data=data)
-    view = view_data(make_config(config))
+    view = view_data(validate_config(config))
     assert not find_problems(view)
     assert [name for name, _ in view.prompts] == ["train", "valid"]
     rows = dict(step_rows(view))
     assert rows["train"].startswith("synth:sums:20: 20 prompts, length min/median/p95/max ")
     assert rows["per step"] == "4 prompts, 4 completions each"
     config["data"]["max_length"] = 204
-    [problem] = find_problems(view_data(make_config(config)))
-    assert problem.stops
+    [problem] = find_problems(view_data(validate_config(config)))
+    assert problem.is_fatal
     assert "and objective.max_new_tokens=200 exceed" in problem.message

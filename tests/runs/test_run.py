@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import whet
 from tiny import run_config, write_tiny_model
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.run_directory import is_finished, summary_of
+from whet.run_directory import is_finished, read_summary
 from whet.training.callbacks import Callback, StopRun
 
 METHODS = {
@@ -208,7 +208,7 @@ def test_finished_run_with_a_damaged_summary_resumes_to_the_same_result(
     assert [row.get("step") for row in rows(torn)] == [
         row.get("step") for row in rows(uninterrupted.directory)
     ]
-    resumed_summary, expected_summary = summary_of(torn), summary_of(uninterrupted.directory)
+    resumed_summary, expected_summary = read_summary(torn), read_summary(uninterrupted.directory)
     assert (resumed_summary["steps"], resumed_summary["tokens"], resumed_summary["test"].keys()) == (
         steps,
         expected_summary["tokens"],
@@ -509,9 +509,9 @@ def test_resume_rejects_a_changed_config_and_lists_every_difference(tiny_directo
 
 
 def test_resumed_run_may_change_durations_intervals_and_locations():
-    from whet.runs.resume_checks import MAY_CHANGE
+    from whet.runs.resume_checks import CHANGEABLE_KEYS
 
-    assert {key for key in MAY_CHANGE if not key.startswith("objective.parts.")} == {
+    assert {key for key in CHANGEABLE_KEYS if not key.startswith("objective.parts.")} == {
         *("checkpoint", "parallel", "log", "eval.every", "eval.batches", "eval.max_new_tokens"),
         *("run.name", "run.dir", "run.steps", "run.epochs", "run.max_time", "run.max_memory", "run.budget"),
         *("run.on_nonfinite", "run.nonfinite_limit", "run.micro_batch_tokens", "run.grad_checkpoint"),
@@ -521,17 +521,17 @@ def test_resumed_run_may_change_durations_intervals_and_locations():
 
 
 def test_config_of_an_older_version_with_fewer_keys_is_unchanged(tiny_directory, tmp_path):
-    from whet.config.load_config import make_config, to_dict
-    from whet.runs.resume_checks import refuse_changes
+    from whet.config.load_config import to_dict, validate_config
+    from whet.runs.resume_checks import check_config_unchanged
 
-    config = make_config(run_config(tiny_directory, tmp_path))
+    config = validate_config(run_config(tiny_directory, tmp_path))
     began = to_dict(config)
     for key in ("freeze_pad_row", "decay_embeddings"):
         del began["optim"][key]
-    refuse_changes(began, config, tmp_path)
+    check_config_unchanged(began, config, tmp_path)
     began["optim"]["lr"] = 0.5
     with pytest.raises(CheckpointError, match=r"a resumed run cannot change:\n  optim.lr: 0.5 became 0.01\n"):
-        refuse_changes(began, config, tmp_path)
+        check_config_unchanged(began, config, tmp_path)
 
 
 def test_resume_rejects_another_architecture_and_other_base_weights(tiny_directory, tmp_path):

@@ -12,7 +12,7 @@ from whet.config.quality import Quality
 from whet.data.batches import make_batch
 from whet.data.sources.source import open_source
 from whet.errors import DataError
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.objective import Loss, Objective
 from whet.objectives.router_losses import RoutedObjective
@@ -20,7 +20,7 @@ from whet.objectives.sft import SFT
 from whet.recipes.quality.regression import Regression
 from whet.recipes.quality.row_batches import read_rows
 from whet.recipes.quality.tabular_model import QualitySpec, new_quality_model
-from whet.studies.diagnose import examine
+from whet.studies.diagnose import diagnose_batch
 from whet.studies.dtype_comparison import ComparisonRow, ComputePath, DtypeComparison, PathResult
 
 
@@ -48,7 +48,7 @@ def plain_gradients(model, loss):
 
 def test_reference_is_fp64_gradient_of_tabular_model():
     model, batch = tabular(), rows()
-    diagnosis = examine(model, Regression(), batch)
+    diagnosis = diagnose_batch(model, Regression(), batch)
     wide = copy.deepcopy(model).double()
     expected = plain_gradients(
         wide,
@@ -70,7 +70,7 @@ def test_reference_is_fp64_gradient_of_language_model(tiny, adapters):
                 if "lora_B" in name:
                     p.normal_(std=0.1)
     batch = text_batch()
-    diagnosis = examine(model, SFT(), batch)
+    diagnosis = diagnose_batch(model, SFT(), batch)
     wide = copy.deepcopy(model).double()
 
     def loss():
@@ -102,7 +102,7 @@ class Guess(Objective):
 
 def test_heads_of_the_objective_are_compared(tiny):
     model, objective, batch = tiny[0], Guess(), text_batch()
-    diagnosis = examine(model, objective, batch)
+    diagnosis = diagnose_batch(model, objective, batch)
     wide, head = copy.deepcopy(model).double(), copy.deepcopy(objective.heads).double()
     (head(wide.hidden(batch.tokens)).square().sum() / batch.supervised).backward()
     rows_by_name = {row.name: row for row in diagnosis.results[0].rows}
@@ -116,7 +116,7 @@ def test_heads_of_the_objective_are_compared(tiny):
 def test_every_dtype_starts_from_the_reference_gradient():
     """Compare with an explicit backward pass from the reference's gradient of the loss."""
     model, batch = tabular("dense"), rows()
-    diagnosis = results(examine(model, Regression(), batch))["fp32"]
+    diagnosis = results(diagnose_batch(model, Regression(), batch))["fp32"]
     wide = copy.deepcopy(model).double()
     outputs = wide(batch.column("features").double())
     upstream = (2 * (outputs - batch.column("outcomes")) / outputs.numel()).detach().float()
@@ -129,7 +129,7 @@ def test_every_dtype_starts_from_the_reference_gradient():
 
 def test_simulated_dtype_rounds_weights_and_activations():
     model, batch = tabular("dense"), rows(8)
-    diagnosis = results(examine(model, Regression(), batch))["sim-fp16"]
+    diagnosis = results(diagnose_batch(model, Regression(), batch))["sim-fp16"]
 
     def half(x):
         return x.half().float()
@@ -154,7 +154,7 @@ def test_simulated_dtype_rounds_weights_and_activations():
 @pytest.mark.parametrize("arm", ["softmax", "sheaf-padic", "dense"])
 def test_healthy_tabular_model_is_fine(arm):
     """All dtypes are fine, except that a row routed to other experts in bf16 makes the verdict moderate."""
-    diagnosis = examine(tabular(arm), Regression(), rows(64))
+    diagnosis = diagnose_batch(tabular(arm), Regression(), rows(64))
     if arm != "sheaf-padic":
         assert diagnosis.verdict == "fine"
     assert [result.path.name for result in diagnosis.results] == [
@@ -172,7 +172,7 @@ def test_healthy_tabular_model_is_fine(arm):
 
 
 def test_healthy_language_model_is_fine(tiny):
-    diagnosis = examine(tiny[0], SFT(), text_batch())
+    diagnosis = diagnose_batch(tiny[0], SFT(), text_batch())
     assert diagnosis.verdict == "fine"
     assert diagnosis.choices == []
 
@@ -180,10 +180,10 @@ def test_healthy_language_model_is_fine(tiny):
 def test_moe_routing_and_router_losses_are_compared():
     """The load-balancing loss reaches the routers below the boundary; its gradient is in the reference."""
     spec = preset_spec("nano-moe", d_model=32, heads=2, width=16, layers=2, experts=4, vocab_size=300)
-    model, batch = from_scratch(spec, seed=0), text_batch()
+    model, batch = new_decoder(spec, seed=0), text_batch()
     layers = [layer.mlp for layer in model.layers]
     objective = RoutedObjective(SFT(), layers, load_balancing=0.5, z_loss=0.1)
-    diagnosis = examine(model, objective, batch)
+    diagnosis = diagnose_batch(model, objective, batch)
     wide = copy.deepcopy(model).double()
     same = RoutedObjective(SFT(), [layer.mlp for layer in wide.layers], load_balancing=0.5, z_loss=0.1)
     weights = same.weights(batch)
@@ -207,7 +207,7 @@ def test_fp16_overflow_is_major_and_names_parameters():
     with torch.no_grad():
         for expert in model.experts:
             expert[0].weight.mul_(1e6)  # the following norm makes it harmless in wider dtypes
-    diagnosis = examine(model, Regression(), rows())
+    diagnosis = diagnose_batch(model, Regression(), rows())
     by_name = results(diagnosis)
     assert diagnosis.verdict == by_name["fp16"].verdict == by_name["sim-fp16"].verdict == "major"
     assert by_name["fp32"].verdict == by_name["sim-bf16"].verdict == "fine"
@@ -222,7 +222,7 @@ def test_fp16_overflow_of_language_model_is_major(tiny):
         model.layers[0].mlp.up_proj.weight.mul_(2e3)
         model.layers[0].mlp.gate_proj.weight.mul_(2e3)
         model.layers[0].mlp.down_proj.weight.mul_(1e-6)
-    by_name = results(examine(model, SFT(), text_batch()))
+    by_name = results(diagnose_batch(model, SFT(), text_batch()))
     assert by_name["sim-fp16"].verdict == by_name["fp16"].verdict == "major"
     assert by_name["fp32"].verdict == by_name["sim-bf16"].verdict == "fine"
 
@@ -255,7 +255,7 @@ def test_unused_experts_have_zero_gradients_and_are_fine():
     model = tabular()
     with torch.no_grad():
         model.router.bias.copy_(torch.tensor([9.0, 5.0, -9.0, -9.0]))
-    diagnosis = examine(model, Regression(), rows())
+    diagnosis = diagnose_batch(model, Regression(), rows())
     for result in diagnosis.results:
         unused = [row for row in result.rows if row.name.startswith("experts.3.")]
         assert {(row.reference, row.norm, row.ratio, row.cosine) for row in unused} == {(0, 0, 1, 1)}
@@ -271,7 +271,7 @@ def divergences(arm):
         with torch.no_grad():
             model.router.bias.copy_(torch.tensor([-5.0, 0.0, 0.0, 5.0]))
             model.router.weight[2] = model.router.weight[1] + 2e-4 * torch.randn(96, generator=generator)
-        for result in examine(model, Regression(), batch).results:
+        for result in diagnose_batch(model, Regression(), batch).results:
             counts[result.path.name] = counts.get(result.path.name, 0) + len(result.divergent)
     return counts
 
@@ -288,7 +288,7 @@ def test_near_ties_diverge_except_with_the_sheaf_padic_router():
 def test_model_is_unchanged():
     model = tabular()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    examine(model, Regression(), rows(8))
+    diagnose_batch(model, Regression(), rows(8))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert model.router.record is None
@@ -325,4 +325,4 @@ def test_batch_without_gradient_is_rejected(tiny):
             return Loss({term: 0 * value for term, value in loss.sums.items()})
 
     with pytest.raises(DataError, match="all gradients of this batch are zero"):
-        examine(tiny[0], ZeroLoss(), text_batch())
+        diagnose_batch(tiny[0], ZeroLoss(), text_batch())

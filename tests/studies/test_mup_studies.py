@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from whet.cli.app import app
-from whet.config.load_config import load_config, make_config
+from whet.config.load_config import load_config, validate_config
 from whet.errors import ConfigError
 from whet.reporting.text.mup_text import describe_sweep
 from whet.studies import coordinate_check as checks
@@ -40,7 +40,7 @@ def lab_config(tmp_path, **sections):
     }
     for name, keys in sections.items():
         config[name] = {**config[name], **keys}
-    return make_config(config)
+    return validate_config(config)
 
 
 def test_slope_matches_least_squares():

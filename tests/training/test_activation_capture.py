@@ -9,7 +9,7 @@ from tiny import write_tiny_model
 from whet.errors import ConfigError, DataError, ModelError
 from whet.evaluation.linear_probe import LinearProbe
 from whet.model_io.load_transformers import load_bridge
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.training.observe.activation_capture import ActivationCapture
 from whet.training.observe.attention_maps import attention_maps
@@ -74,7 +74,7 @@ def test_attention_maps_match_transformers(tmp_path, kind):
 def test_latent_attention_maps():
     """Compute queries and keys by DeepSeek's formula: a part from the latent, and a rotary part that heads share."""
     spec = preset_spec("nano", attention="latent", d_model=32, heads=2, layers=1)
-    model = from_scratch(spec, seed=0).double().eval()
+    model = new_decoder(spec, seed=0).double().eval()
     tokens = rows(length=7)
     [(_, weights)] = attention_maps(model, tokens).items()
     attention, a = model.layers[0].self_attn, spec.blocks[0].attention

@@ -14,7 +14,7 @@ from tiny import run_config
 from whet.config.run import Checkpoint
 from whet.errors import RunError
 from whet.training.callbacks import Callback, StopRun
-from whet.training.checkpoint import checkpoint_path, contents_of, read_state
+from whet.training.checkpoint import checkpoint_contents, checkpoint_path, read_checkpoint_state
 from whet.training.checkpoint_writer import CheckpointWriter
 
 
@@ -27,7 +27,7 @@ def gate(monkeypatch):
         if operation == "write":
             assert opened.wait(20), "nobody opened the gate"
 
-    monkeypatch.setattr("whet.storage.boundary", boundary)
+    monkeypatch.setattr("whet.storage.before_file_operation", boundary)
     yield opened
     opened.set()
 
@@ -52,8 +52,8 @@ def test_checkpoint_has_the_state_at_save_time(tmp_path, gate):
     weights = model.weight.detach().clone()
     moment = optimizer.state[model.weight]["exp_avg"].clone()
     saver = CheckpointWriter(tmp_path, Checkpoint())
-    saver.save(1, contents_of(model, optimizer, 1, {"counts": counts}), best_steps=())
-    saver.before_update()
+    saver.save(1, checkpoint_contents(model, optimizer, 1, {"counts": counts}), best_steps=())
+    saver.wait_for_copy()
     step(model, optimizer)  # while the disk still waits
     counts["seen"].append(3)
     assert not list(saver.pop_completed())
@@ -101,10 +101,10 @@ def test_saves_are_serialized_and_keep_their_contents(tmp_path, gate):
     threading.Timer(0.2, gate.set).start()
     for number in (1, 2, 3):
         expected[number] = model.weight.detach().clone()
-        saver.save(number, contents_of(model, optimizer, number, None), best_steps=())
+        saver.save(number, checkpoint_contents(model, optimizer, number, None), best_steps=())
         if number == 2:
             assert gate.is_set(), "at most one in flight"
-        saver.before_update()
+        saver.wait_for_copy()
         step(model, optimizer)
     saver.wait()
     assert [number for number, _ in saver.pop_completed()] == [1, 2, 3]
@@ -116,7 +116,7 @@ def test_saves_are_serialized_and_keep_their_contents(tmp_path, gate):
 def test_synchronous_save_is_on_disk_when_it_returns(tmp_path):
     model, optimizer = parts()
     saver = CheckpointWriter(tmp_path, Checkpoint(**{"async": False}))
-    saver.save(1, contents_of(model, optimizer, 1, None), best_steps=())
+    saver.save(1, checkpoint_contents(model, optimizer, 1, None), best_steps=())
     assert (checkpoint_path(tmp_path, 1) / "MANIFEST.json").is_file()
     assert threading.active_count() == 1 or not any(t.name == "whet-save" for t in threading.enumerate())
 
@@ -223,7 +223,7 @@ def test_unsaved_best_step_falls_back_to_the_previous_best(tiny_directory, tmp_p
         if "step-000002" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("whet.storage.boundary", boundary)
+    monkeypatch.setattr("whet.storage.before_file_operation", boundary)
     sections = {
         "run": {"steps": 6}, "checkpoint": {"every": 1, "keep": 1, "async": False},
         "eval": {"every": 1, "early_stop": {"patience": 9}},
@@ -244,4 +244,4 @@ def test_unsaved_best_step_falls_back_to_the_previous_best(tiny_directory, tmp_p
 
 def test_checkpoint_state_may_be_large(tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"step": 1, "rollout": "x" * 33 * 2**20}))
-    assert read_state(tmp_path)["step"] == 1
+    assert read_checkpoint_state(tmp_path)["step"] == 1

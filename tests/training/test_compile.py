@@ -16,16 +16,16 @@ from models.test_decoder import MODELS
 from models.test_decoder import model as make_model
 from tiny import run_config
 from tiny_adapters import shake
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.training import compile as compiling
 from whet.training.callbacks import Callback
 from whet.training.compile import compile_blocks
-from whet.training.loss import in_precision
+from whet.training.loss import autocast_context
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -88,7 +88,7 @@ def test_compilation_on_the_first_batch_does_not_change_the_run(tiny_directory, 
         compiling, "compile_blocks", lambda model, batch, precision: tried.append(batch) or "on"
     )
     config = run_config(tiny_directory, tmp_path, data={"pack": pack}, run={"steps": 1, "compile": True})
-    with assembled(make_config(config)) as actual:
+    with open_assembly(validate_config(config)) as actual:
         first = next(actual.stream)[0]
     [batch] = tried
     assert torch.equal(batch.tokens, first.tokens)
@@ -151,7 +151,7 @@ def test_compiled_gradients_are_as_accurate_as_eager_ones(tiny, device, adapted)
         given, chosen = batch.to(copied.device), choose_precision(precision, copied.device)
         if compiled:
             assert compile_blocks(copied, batch, chosen).startswith("on")
-        with in_precision(chosen, copied.device):
+        with autocast_context(chosen, copied.device):
             SFT().loss(copied, given).sums["loss"].backward()
         actual = [p.grad.double().flatten().cpu() for p in copied.parameters() if p.grad is not None]
         return torch.cat(actual)

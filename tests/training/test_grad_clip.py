@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tiny import run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.optim import Optim
 from whet.hardware import Precision
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.training.grad_clip import clip, clip_divisor, total_norm
 from whet.training.optim.optimizers import create_optimizer, masked_step, supports_grad_divisor
 from whet.training.trainer import Trainer
@@ -68,12 +68,12 @@ def test_division_in_the_optimizer_equals_clipping_before_it(name, size):
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_step_clips_gradients(tiny_directory, tmp_path, name):
     """With SGD the weights move by at most lr * limit; Adam's first moment shows the clipped gradient."""
-    config = make_config(
+    config = validate_config(
         run_config(
             tiny_directory, tmp_path, method={"kind": "full"}, optim={"name": name, "lr": 1.0, "clip": 1e-3}
         )
     )
-    with assembled(config) as work:
+    with open_assembly(config) as work:
         run = Trainer(work.model, work.objective, work.stream, config, total_steps=1)
         before = [p.detach().clone() for p in run.trained]
         metrics = run.step(next(run.stream))
@@ -87,8 +87,10 @@ def test_step_clips_gradients(tiny_directory, tmp_path, name):
 
 
 def test_float64_model_is_clipped_in_float64(tiny_directory, tmp_path):
-    config = make_config(run_config(tiny_directory, tmp_path, method={"kind": "full"}, optim={"clip": 1e-3}))
-    with assembled(config) as work:
+    config = validate_config(
+        run_config(tiny_directory, tmp_path, method={"kind": "full"}, optim={"clip": 1e-3})
+    )
+    with open_assembly(config) as work:
         work.model.double()
         precision = Precision(torch.float64, torch.float64, torch.float64, "exact")
         run = Trainer(work.model, work.objective, work.stream, config, total_steps=1, precision=precision)

@@ -7,7 +7,7 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.hardware import Precision, choose_precision
@@ -24,7 +24,7 @@ def trainer(tiny_directory, tmp_path=None, callbacks=(), scale=None, **sections)
     torch.manual_seed(0)
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4)
-    config = make_config(run_config(tiny_directory, tmp_path or ".", **sections))
+    config = validate_config(run_config(tiny_directory, tmp_path or ".", **sections))
     stream = BatchStream(random_examples(20), SETTINGS, seed=0)
     run = Trainer(model, SFT(), stream, config, callbacks, directory=tmp_path)
     if scale is not None:

@@ -6,7 +6,7 @@ from torch import nn
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.objectives.objective import Loss
@@ -36,7 +36,7 @@ def trainer(tiny_directory, directory, *, steps=4, attach=False):
     model.requires_grad_(True)
     if attach:
         whet.attach_lora(model, rank=2)
-    config = make_config(run_config(tiny_directory, directory, run={"steps": steps}))
+    config = validate_config(run_config(tiny_directory, directory, run={"steps": steps}))
     stream = BatchStream(random_examples(20), SETTINGS, seed=0)
     return Trainer(model, Scored(), stream, config, directory=directory)
 

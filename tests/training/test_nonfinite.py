@@ -9,7 +9,7 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.errors import RunError
@@ -28,7 +28,7 @@ def trainer(tiny_directory, tmp_path=None, full=False, callbacks=(), **sections)
         model.requires_grad_(True)
     else:
         whet.attach_lora(model, rank=4)
-    config = make_config(run_config(tiny_directory, tmp_path or ".", **sections))
+    config = validate_config(run_config(tiny_directory, tmp_path or ".", **sections))
     stream = BatchStream(random_examples(20), SETTINGS, seed=0)
     return Trainer(model, SFT(), stream, config, callbacks, directory=tmp_path)
 

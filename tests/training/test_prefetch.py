@@ -8,13 +8,13 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.packing import StepSettings
 from whet.errors import RunError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, ModelCallback, StopRun
-from whet.training.checkpoint import newest_valid, read_state
+from whet.training.checkpoint import newest_valid_checkpoint, read_checkpoint_state
 from whet.training.prefetch import HostCopy
 from whet.training.trainer import Trainer
 
@@ -38,7 +38,7 @@ def trainer(tiny_directory, directory, *, ahead, callbacks=(), steps=7, evaluate
     whet.attach_lora(model, rank=4, dropout=0.3)
     sections = {"checkpoint": {"every": 4}, "eval": {"every": 3}, **sections}
     sections["run"] = {"steps": steps, "batch_size": 4, **sections.get("run", {})}
-    config = make_config(run_config(tiny_directory, directory, **sections))
+    config = validate_config(run_config(tiny_directory, directory, **sections))
     held = [make_batch([[example]]) for example in random_examples(2, seed=1)] if evaluates else ()
     stream = BatchStream(random_examples(20), SETTINGS, seed=0)
     run = Trainer(model, SFT(), stream, config, callbacks, eval_batches=held, directory=directory)
@@ -74,7 +74,9 @@ def test_prefetching_does_not_change_metrics_or_weights(tiny_directory, tmp_path
         run.fit()
         actual.append(outcome(run))
     same(*actual)
-    states = [read_state(tmp_path / str(ahead) / "checkpoints/step-000004") for ahead in (False, True)]
+    states = [
+        read_checkpoint_state(tmp_path / str(ahead) / "checkpoints/step-000004") for ahead in (False, True)
+    ]
     for state in states:
         for measured in ("elapsed_s", "peak_gib"):
             state["run"].pop(measured)
@@ -101,7 +103,7 @@ def test_stopped_run_resumes_as_without_prefetching(tiny_directory, tmp_path, st
     assert first.queue.prefetched is None
     assert all(p.grad is None for p in first.trained)
     again = trainer(tiny_directory, tmp_path / "cut", ahead=True)
-    again.restore(newest_valid(tmp_path / "cut"))
+    again.restore(newest_valid_checkpoint(tmp_path / "cut"))
     again.fit()
     weights, rows = outcome(whole)
     same((weights, [row for row in rows if row["step"] > step]), outcome(again))
@@ -129,7 +131,7 @@ def test_nonfinite_step_stops_the_run_before_that_step(tiny_directory, tmp_path,
     spoil(run, step=2)
     with pytest.raises(RunError, match="step 2: loss nan"):
         run.fit()
-    state = read_state(newest_valid(tmp_path))
+    state = read_checkpoint_state(newest_valid_checkpoint(tmp_path))
     assert (state["step"], state["data"]["index"]) == (1, 1)
     saved = json.loads((tmp_path / "nonfinite-step-000002.json").read_text())
     assert len(saved["micro_batches"]) == 1
@@ -170,7 +172,7 @@ def test_cpu_and_fp16_do_not_prefetch(tiny_directory, tmp_path):
     torch.manual_seed(0)
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
     whet.attach_lora(model, rank=4)
-    config = make_config(run_config(tiny_directory, tmp_path))
+    config = validate_config(run_config(tiny_directory, tmp_path))
     assert not Trainer(model, SFT(), [], config).prefetches
 
 

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import whet
 from tiny import random_examples, run_config, write_tiny_model, write_tokenizer
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
 from whet.data.packing import StepSettings
 from whet.errors import ConfigError
 from whet.hardware import choose_precision
 from whet.objectives.sft import SFT
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.training.callbacks import Callback, StopRun
 from whet.training.observe.layer_stats import effective_rank, gradient_noise
 from whet.training.observe.preserve_state import preserve_state
@@ -68,7 +68,9 @@ def measured(tmp_path_factory):
         whet.GradientNoise(pieces, every=1),
         whet.EffectiveRank(every=1),
     ]
-    config = make_config(run_config(tmp_path / "deep", tmp_path, method={"kind": "full"}, run={"steps": 2}))
+    config = validate_config(
+        run_config(tmp_path / "deep", tmp_path, method={"kind": "full"}, run={"steps": 2})
+    )
     result = Trainer(model, SFT(), stream, config, probes).fit()
     whet.save(model, tokenizer, tmp_path / "after")
     reference = AutoModelForCausalLM.from_pretrained(
@@ -576,7 +578,7 @@ def test_probe_batches_do_not_depend_on_the_stream_position(tiny_directory):
 )
 def test_invalid_settings_are_errors(tiny_directory, tmp_path, log, message):
     with pytest.raises(ConfigError) as caught:
-        make_config(run_config(tiny_directory, tmp_path, log=log))
+        validate_config(run_config(tiny_directory, tmp_path, log=log))
     assert message in str(caught.value)
 
 
@@ -630,8 +632,8 @@ def test_loss_units_are_those_of_the_first_term(objective, wanted, tiny_director
     lines = [{"input": f"text {i}", "label": ["even", "odd"][i % 2]} for i in range(16)]
     (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {"train": kinds[objective["kind"]], "valid": None, "max_length": 256}
-    config = make_config(run_config(tiny_directory, tmp_path, objective=objective, data=data))
-    with assembled(config) as work:
+    config = validate_config(run_config(tiny_directory, tmp_path, objective=objective, data=data))
+    with open_assembly(config) as work:
         batch = next(work.stream)[0]
         counts = {"pairs": len(batch.origins) / 2, "tokens": batch.supervised, "texts": len(batch.origins)}
         assert loss_units(work.objective, [batch]) == pytest.approx(counts[wanted])

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import whet
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.config.optim import Optim
 from whet.errors import ConfigError
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
-from whet.models.moe import MixtureOfExperts, mixtures
+from whet.models.moe import MixtureOfExperts, moe_layers
 from whet.models.spec import ExpertsSpec
 from whet.objectives.router_losses import STATISTICS
 from whet.training.callbacks import Callback, StopRun
@@ -89,14 +89,14 @@ def test_resumed_run_with_bias_equals_an_uninterrupted_one(tmp_path):
     )
     states = first.state_dict(), second.state_dict()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    biases = [layer.expert_bias for layer in mixtures(first)]
+    biases = [layer.expert_bias for layer in moe_layers(first)]
     assert all(bias.abs().max() > 0.04 for bias in biases)
     # steps of 0.05 up and down, and nothing else: no gradient, no decay
     assert all(torch.allclose(bias / 0.05, (bias / 0.05).round(), atol=1e-4) for bias in biases)
     checkpoint = whet.load(
         whole.directory / "checkpoints" / "step-000005", dtype=torch.float32, device="cpu"
     )[0]
-    assert torch.equal(mixtures(checkpoint)[1].expert_bias, biases[1])
+    assert torch.equal(moe_layers(checkpoint)[1].expert_bias, biases[1])
 
 
 def test_bias_balances_a_skewed_router(tmp_path):
@@ -104,14 +104,14 @@ def test_bias_balances_a_skewed_router(tmp_path):
     spec = preset_spec(
         "nano-moe", **{k: v for k, v in SMALL.items() if k != "preset"}, balance_bias=True, vocab_size=50
     )
-    model = from_scratch(spec, seed=0)
+    model = new_decoder(spec, seed=0)
     torch.manual_seed(0)
-    metrics = RouterMetrics(mixtures(model), [0, 1], bias_rate=0.02)
+    metrics = RouterMetrics(moe_layers(model), [0, 1], bias_rate=0.02)
     tilt = torch.tensor([0.6, 0.5, 0.0, 0.0])
     scores = torch.rand(400, 4) * 0.5 + tilt
     violations = []
     for step in range(60):
-        biased = scores[None] + torch.stack([layer.expert_bias for layer in mixtures(model)])[:, None]
+        biased = scores[None] + torch.stack([layer.expert_bias for layer in moe_layers(model)])[:, None]
         chosen = biased.topk(2).indices
         counts = torch.stack([each.flatten().bincount(minlength=4) for each in chosen]).float()
         row = {STATISTICS: torch.cat((counts, counts, torch.ones(2, 5)), 1).tolist(), "tokens": 400}
@@ -139,20 +139,20 @@ def test_even_load_does_not_change_the_bias_in_any_summation_order():
 
 
 def test_skipped_step_does_not_change_the_bias(tmp_path):
-    model = from_scratch(preset_spec("nano-moe", layers=1, balance_bias=True), seed=0)
+    model = new_decoder(preset_spec("nano-moe", layers=1, balance_bias=True), seed=0)
     counts = torch.zeros(1, 8)
     counts[0, 0] = 5.0
     raw = torch.cat((counts, counts, torch.ones(1, 5)), 1).tolist()
-    metrics = RouterMetrics(mixtures(model), [0], bias_rate=0.1)
+    metrics = RouterMetrics(moe_layers(model), [0], bias_rate=0.1)
     metrics.on_step_end(1, {STATISTICS: raw, "tokens": 5, "skipped": True})
-    assert mixtures(model)[0].expert_bias.abs().max() == 0
+    assert moe_layers(model)[0].expert_bias.abs().max() == 0
     metrics.on_step_end(2, {STATISTICS: raw, "tokens": 5})
-    assert mixtures(model)[0].expert_bias.tolist() == pytest.approx([-0.1] + 7 * [0.1])
+    assert moe_layers(model)[0].expert_bias.tolist() == pytest.approx([-0.1] + 7 * [0.1])
 
 
 def test_collapse_is_logged_once_with_step_and_layer(caplog):
-    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
-    metrics = RouterMetrics(mixtures(model), [0, 1])
+    model = new_decoder(preset_spec("nano-moe", layers=2), seed=0)
+    metrics = RouterMetrics(moe_layers(model), [0, 1])
     even, gone = torch.full((8,), 50.0), torch.tensor([200.0, 190, 10, 0, 0, 0, 0, 0])
 
     def step(number, *layers, tokens=200):
@@ -170,7 +170,7 @@ def test_collapse_is_logged_once_with_step_and_layer(caplog):
     assert (
         "step 3: routers have collapsed: experts in use, of 8 per layer: layer 1 (2." in record.getMessage()
     )
-    again = RouterMetrics(mixtures(model), [0, 1])
+    again = RouterMetrics(moe_layers(model), [0, 1])
     again.restore(json.loads(json.dumps(metrics.state())))
     assert again.warned
 
@@ -181,18 +181,18 @@ def test_effective_experts():
 
 
 def test_router_learning_rate_by_parameter_name(tmp_path):
-    made = make_config(config(tmp_path, optim={"router_lr_scale": 0.1}))
-    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
+    made = validate_config(config(tmp_path, optim={"router_lr_scale": 0.1}))
+    model = new_decoder(preset_spec("nano-moe", layers=2), seed=0)
     groups = parameter_groups(made.optim_groups, model)
     [routers] = [group for group in groups if group.lr_scale == 0.1]
-    assert {id(p) for p in routers.parameters} == {id(layer.gate.weight) for layer in mixtures(model)}
+    assert {id(p) for p in routers.parameters} == {id(layer.gate.weight) for layer in moe_layers(model)}
 
 
 def test_router_learning_rate_in_custom_loops():
-    model = from_scratch(preset_spec("nano-moe", layers=2), seed=0)
+    model = new_decoder(preset_spec("nano-moe", layers=2), seed=0)
     optimizer = whet.create_optimizer(Optim(lr=0.5, router_lr_scale=0.1), model)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    routers = {id(layer.gate.weight) for layer in mixtures(model)}
+    routers = {id(layer.gate.weight) for layer in moe_layers(model)}
     assert rates == {number: 0.05 if number in routers else 0.5 for number in rates}
 
 
@@ -230,7 +230,7 @@ def test_unsupported_settings_are_errors(tmp_path, changes, message):
 def test_bias_with_adapters_is_an_error(tmp_path):
     made = {**config(tmp_path, experts={"bias_rate": 0.1}), "model": "any", "method": {"kind": "lora"}}
     with pytest.raises(ConfigError, match="adapters cannot store the router bias"):
-        make_config(made)
+        validate_config(made)
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
@@ -281,7 +281,7 @@ def test_every_optimizer_updates_experts_and_routers(name, tmp_path):
     """Expert weights have three dimensions."""
     result = whet.train(config(tmp_path, optim={"name": name, "weight_decay": 0.1}, run={"steps": 2}))
     model, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
-    fresh = from_scratch(model.spec, seed=0)
+    fresh = new_decoder(model.spec, seed=0)
     moved = [n for n, p in model.named_parameters() if not torch.equal(p, fresh.get_parameter(n))]
     assert {
         "layers.1.mlp.experts.gate_up_proj",

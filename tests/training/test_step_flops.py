@@ -6,11 +6,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from whet.adapters.attach import attach_lora
-from whet.adapters.qlora import quantise_base
+from whet.adapters.qlora import quantize_base
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.models.costs import flops_per_token
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.objectives.distill import Distillation
 from whet.objectives.mtp import MultiTokenPrediction
@@ -23,11 +23,11 @@ SHAPE = {"d_model": 64, "layers": 3, "heads": 4, "kv_heads": 2, "width": 96, "vo
 
 
 def build(method, **shape):
-    model = from_scratch(preset_spec("nano", **{**SHAPE, **shape}), seed=0)
+    model = new_decoder(preset_spec("nano", **{**SHAPE, **shape}), seed=0)
     if method == "full":
         return model.requires_grad_(True)
     if method == "qlora":
-        quantise_base(model, device=torch.device("cpu"), dtype=torch.float32)
+        quantize_base(model, device=torch.device("cpu"), dtype=torch.float32)
     attach_lora(model, **({"rank": 4} if method in ("lora", "qlora") else {"rank": 4, **method}))
     return model
 
@@ -53,7 +53,7 @@ def squared_scores(monkeypatch):
 
     monkeypatch.setattr("whet.training.observe.step_flops.score_flops", every_pair)
     # and it knows no grouped product, but those of the loop
-    monkeypatch.setattr("whet.ops.grouped_experts.grouped_problem", lambda *_: "counted")
+    monkeypatch.setattr("whet.ops.grouped_experts.grouped_mm_problem", lambda *_: "counted")
 
 
 @pytest.mark.parametrize(

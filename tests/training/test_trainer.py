@@ -13,7 +13,7 @@ import torch
 
 import whet
 from tiny import random_examples, run_config
-from whet.config.load_config import make_config
+from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream, IteratorStream, evaluation_batches, make_batch
 from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, ConfigError, DataError, RunError
@@ -37,7 +37,7 @@ def trainer(tiny_directory, tmp_path=None, callbacks=(), examples=None, **sectio
         model,
         SFT(),
         BatchStream(examples, SETTINGS, seed=0),
-        make_config(run_config(tiny_directory, tmp_path or ".", **sections)),
+        validate_config(run_config(tiny_directory, tmp_path or ".", **sections)),
         callbacks,
         eval_batches=evaluation_batches(random_examples(6, seed=9), SETTINGS),
         directory=tmp_path,
@@ -407,7 +407,7 @@ def test_negative_min_delta_is_an_error():
 
 def test_total_steps_must_be_positive(tiny_directory):
     model, _ = whet.load(tiny_directory, dtype=torch.float32, device="cpu")
-    config = make_config(run_config(tiny_directory, "."))
+    config = validate_config(run_config(tiny_directory, "."))
     with pytest.raises(ConfigError, match="total_steps must be at least 1, not 0"):
         Trainer(model, SFT(), (), config, total_steps=0)
 

@@ -15,7 +15,7 @@ from whet.data.packing import StepSettings
 from whet.errors import CheckpointError, RunError
 from whet.objectives.sft import SFT
 from whet.training.callbacks import Callback, ModelCallback, StopRun
-from whet.training.checkpoint import newest_valid
+from whet.training.checkpoint import newest_valid_checkpoint
 from whet.training.optim.optimizers import supports_skip_flag
 from whet.training.settings import TrainSettings
 from whet.training.trainer import Trainer
@@ -230,7 +230,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tiny_directory, tmp_path, name,
     whole.fit()
     assert trainer(tmp_path / "cut", [StopAt()]).fit().unfinished
     again = trainer(tmp_path / "cut")
-    again.restore(newest_valid(tmp_path / "cut"))
+    again.restore(newest_valid_checkpoint(tmp_path / "cut"))
     result = again.fit()
     assert (result.steps, result.unfinished) == (6, False)
     assert equal(weights(whole.model), weights(again.model))
@@ -260,7 +260,7 @@ def test_run_stopped_by_a_step_resumes_before_that_step(tiny_directory, tmp_path
     with pytest.raises(RunError, match="step 3: loss"):
         broken.fit()
     again = trainer(tmp_path / "broken")
-    again.restore(newest_valid(tmp_path / "broken"))
+    again.restore(newest_valid_checkpoint(tmp_path / "broken"))
     assert again.state.step == 2
     again.fit()
     assert equal(weights(whole.model), weights(again.model))
@@ -272,7 +272,7 @@ def test_impossible_resume_is_an_error(tiny_directory, tmp_path):
     Trainer(model, SFT(), steps_of(3), optimizer=optimizer, directory=tmp_path, settings=PLAIN).fit()
     short = Trainer(model, SFT(), steps_of(2), optimizer=optimizer, settings=PLAIN)
     with pytest.raises(CheckpointError, match="the data ends after 2 steps, but the checkpoint is at 3"):
-        short.restore(newest_valid(tmp_path))
+        short.restore(newest_valid_checkpoint(tmp_path))
 
     class Odd(torch.optim.SGD):
         def step(self, closure=None):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from whet.adapters.nf4 import NF4Linear
-from whet.ops.dispatch import chosen_paths
+from whet.ops.dispatch import current_paths
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class StoredModule:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters trained in full
 
     @classmethod
-    def of_layer(cls, layer: StoredLayer) -> Self:
+    def from_layer(cls, layer: StoredLayer) -> Self:
         """Return the stored form of an adapter that is a single update of the module itself."""
         return cls({"": layer})
 
@@ -75,12 +75,12 @@ class Adapter(nn.Module, abc.ABC):
         super().__init__()
         self.base = base
         self.enabled = True
-        self.paths = chosen_paths()
-        # values derived from weights alone; a dict within `unchanging`, otherwise None
+        self.paths = current_paths()
+        # values derived from weights alone; a dict within `constant_weights`, otherwise None
         self.weight_cache: dict[object, Any] | None = None
 
     def cached(self, key: object, compute: Callable[[], T]) -> T:
-        """Return `compute()`. Within `unchanging`, compute it once per key and reuse the result."""
+        """Return `compute()`. Within `constant_weights`, compute it once per key and reuse the result."""
         if self.weight_cache is None:
             return compute()
         if key not in self.weight_cache:
@@ -107,7 +107,7 @@ class Adapter(nn.Module, abc.ABC):
         return base
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+def named_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
     """Yield (name, adapter) for every adapter of a model. The name is that of the adapted module."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
 
@@ -115,7 +115,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable all adapters of a model inside a `with` block, so that it computes as its base model."""
-    modules = [module for _, module in adapted(model)]
+    modules = [module for _, module in named_adapters(model)]
     before = [module.enabled for module in modules]
     for module in modules:
         module.enabled = False
@@ -127,14 +127,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanging(model: nn.Module) -> Iterator[None]:
+def constant_weights(model: nn.Module) -> Iterator[None]:
     """Let adapters cache values derived from weights alone, inside a `with` block.
 
     No weight may change inside the block.
     """
     # a sharded model gathers its parameters in each forward pass, so nothing can be cached
     is_sharded = hasattr(model, "unshard")
-    modules = [] if is_sharded else [adapter for _, adapter in adapted(model) if adapter.paths.decoding]
+    modules = (
+        [] if is_sharded else [adapter for _, adapter in named_adapters(model) if adapter.paths.decoding]
+    )
     before = [module.weight_cache for module in modules]
     for module in modules:
         module.weight_cache = {} if module.weight_cache is None else module.weight_cache

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from whet.adapters.adapter import Adapter, LoRASettings, adapted, replace_module
+from whet.adapters.adapter import Adapter, LoRASettings, named_adapters, replace_module
 from whet.adapters.layers.lora_embedding import LoRAEmbedding
-from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, fused_weights
+from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, parameter_targets
 from whet.adapters.layers.lora_linear import LoRALinear
-from whet.adapters.modules_to_save import retrain
+from whet.adapters.modules_to_save import wrap_modules_to_save
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import (
     ALL_LINEAR,
@@ -22,7 +22,7 @@ from whet.config.method import Method
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
 from whet.models.language_model import LanguageModel
-from whet.ops.dispatch import using
+from whet.ops.dispatch import use_paths
 
 VARIANTS = {
     "lora": "whet.adapters.layers.lora_linear:LoRALinear",
@@ -71,13 +71,13 @@ def attach_lora(
         raise ConfigError(f"unknown adapter variant {variant!r}", hint=f"use one of {', '.join(VARIANTS)}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout {dropout} is not in [0, 1)")
-    if any(True for _ in adapted(model)):
+    if any(True for _ in named_adapters(model)):
         raise ConfigError("the model already has adapters", hint="merge them first: whet.merge(model)")
     selected = select_layers(model, targets, layers)
     ranks = values_per_layer(model, selected, rank_pattern or {}, rank)
     alphas = values_per_layer(model, selected, alpha_pattern or {}, alpha)
     settings = {name: LoRASettings(ranks[name], alphas[name], dropout, variant) for name in selected}
-    fused = fused_weights(model)
+    fused = parameter_targets(model)
     for name, layer_settings in settings.items():
         if not layer_settings.alpha > 0:
             raise ConfigError(
@@ -129,17 +129,17 @@ def insert_adapters(
             f"{both[0]} cannot both have an adapter and be trained in full: "
             "remove it from the adapter targets or from modules_to_save"
         )
-    with using(model.paths):
+    with use_paths(model.paths):
         adapters = _create_adapters(model, settings)
     model.requires_grad_(False)
     for name, module in adapters.items():
         replace_module(model, name, module)
-    retrain(model, list(modules_to_save))
+    wrap_modules_to_save(model, list(modules_to_save))
 
 
 def _create_adapters(model: LanguageModel, settings: Mapping[str, LoRASettings]) -> dict[str, Adapter]:
     """Return new adapters by the names of the modules they adapt."""
-    fused, tied = fused_weights(model), tied_to_head(model)
+    fused, tied = parameter_targets(model), tied_to_head(model)
     adapters: dict[str, Adapter] = {
         name: _create_adapter(model, name, layer_settings, is_tied=name in tied)
         for name, layer_settings in settings.items()
@@ -198,7 +198,7 @@ def merge(model: LanguageModel) -> LanguageModel:
     model that was loaded.
     """
     with torch.no_grad():
-        for name, module in list(adapted(model)):
+        for name, module in list(named_adapters(model)):
             replace_module(model, name, module.merged_module())
             model.name = None
         for name, layer in list(model.named_modules()):

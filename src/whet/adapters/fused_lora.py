@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from whet.ops.kernels.custom_op import operation
+from whet.ops.kernels.custom_op import register_operation
 from whet.ops.kernels.lora_swiglu import gated_gradients, gated_output
 from whet.ops.linear import linear
 
@@ -28,12 +28,12 @@ class Operands(NamedTuple):
     b: torch.Tensor  # [out, rank]
     scale: float
 
-    def made(self) -> torch.Tensor:
+    def dense_weight(self) -> torch.Tensor:
         """Return the weight, dequantized if it is quantized."""
         return self.weight if isinstance(self.weight, torch.Tensor) else self.weight.weight
 
 
-def low_rank_products(
+def fused_lora_outputs(
     x: torch.Tensor, layers: Sequence[Operands], update_input: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of several layers for one input, with gradients for x and every A and B.
@@ -52,8 +52,8 @@ def low_rank_products(
     return tuple(_restore_shape(output, x) for output in outputs)
 
 
-def low_rank_gated(x: torch.Tensor, gate: Operands, up: Operands, down: Operands) -> torch.Tensor:
-    """Return down(silu(gate(x)) * up(x)), if `whet.ops.kernels.lora_swiglu.suits` allows it."""
+def fused_lora_swiglu(x: torch.Tensor, gate: Operands, up: Operands, down: Operands) -> torch.Tensor:
+    """Return down(silu(gate(x)) * up(x)), if `whet.ops.kernels.lora_swiglu.is_supported` allows it."""
     scales, bases, tensors = _flatten_operands((gate, up, down))
     return _restore_shape(_GatedLoRA.apply(x.reshape(-1, x.shape[-1]), scales, bases, *tensors), x)
 
@@ -62,7 +62,7 @@ def _restore_shape(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return output.contiguous().view(*x.shape[:-1], output.shape[-1])
 
 
-class Settled:
+class PreparedLayers:
     """Layers that read the same input, prepared for inference with constant weights.
 
     Everything that does not depend on the input is computed once. In decoding steps it would take most of
@@ -71,8 +71,8 @@ class Settled:
 
     def __init__(self, layers: Sequence[Operands]) -> None:
         self.layers = layers
-        weights = [layer.made() for layer in layers]
-        self.num_leading = _first_columns(weights[0])
+        weights = [layer.dense_weight() for layer in layers]
+        self.num_leading = _num_leading_columns(weights[0])
         # an identity matrix copies the leading columns of x exactly
         identity = torch.eye(
             self.num_leading, layers[0].a.shape[1], dtype=weights[0].dtype, device=weights[0].device
@@ -94,7 +94,9 @@ class Settled:
             lows = (flat @ self.a.T).split(self.widths, dim=1)
             outputs = []
             for layer, low, b in zip(self.layers, lows, self.b, strict=True):
-                y = lora_output(flat, layer.made(), layer.bias, low, b, self.num_leading, contiguous=False)
+                y = lora_output(
+                    flat, layer.dense_weight(), layer.bias, low, b, self.num_leading, contiguous=False
+                )
                 outputs.append(_restore_shape(y, x))
         return outputs
 
@@ -240,7 +242,7 @@ def _layer_outputs(
             a_input = flat if update_input is None else update_input.to(flat.dtype)
             low = a_input @ _concat_scaled(a_parts, scales, flat.dtype).T
             lows = (low,) if len(ranks) == 1 else low.split(ranks, dim=1)
-            if num_leading := _first_columns(weight):
+            if num_leading := _num_leading_columns(weight):
                 lows = _prepend_columns(flat[:, :num_leading], lows)
         b = _prepend_weight_columns(weight, b_part, num_leading)
         outputs.append(lora_output(flat, weight, biases[index], lows[index], b, num_leading, contiguous))
@@ -267,7 +269,7 @@ def _dense_weight(weight: torch.Tensor | None, base: QuantizedLayer | None) -> t
     return base.weight
 
 
-def _first_columns(weight: torch.Tensor) -> int:
+def _num_leading_columns(weight: torch.Tensor) -> int:
     """Return how many leading columns of x W' are computed in the same matmul as x A' B'.
 
     In 16-bit dtypes, the part of an update that is smaller than the last digit of x W' is lost if x W' is
@@ -312,7 +314,7 @@ def _scale_rows(concatenated: torch.Tensor, ranks: Sequence[int], scales: Sequen
 
 # These are custom operations, because the compiler would turn an in-place addmm_ into one that copies its
 # accumulator first, which costs a twentieth of a step on a GPU
-@operation(lambda flat, weight, *_: flat.new_empty(flat.shape[0], weight.shape[0]))
+@register_operation(lambda flat, weight, *_: flat.new_empty(flat.shape[0], weight.shape[0]))
 def lora_output(
     flat: torch.Tensor,
     weight: torch.Tensor,
@@ -335,7 +337,7 @@ def lora_output(
     return y.addmm_(flat[:, num_leading:], weight[:, num_leading:].T)
 
 
-@operation(lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1]))
+@register_operation(lambda grad_low, a, *_: grad_low.new_empty(grad_low.shape[0], a.shape[1]))
 def lora_input_gradient(
     grad_low: torch.Tensor, a: torch.Tensor, grads: list[torch.Tensor], weights: list[torch.Tensor]
 ) -> torch.Tensor:

@@ -45,7 +45,7 @@ class ModuleToSave(Adapter):
         return StoredModule(parameters=dict(self.trained.named_parameters()))
 
 
-def retrain(model: LanguageModel, names: list[str]) -> None:
+def wrap_modules_to_save(model: LanguageModel, names: list[str]) -> None:
     """Wrap modules in ModuleToSave, in place. Parameters that are tied in the base stay tied."""
     trained_copies: dict[nn.Parameter, nn.Parameter] = {}
     for name in names:

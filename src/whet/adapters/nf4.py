@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.ops.dispatch import FAST, Paths, chosen_paths
+from whet.ops.dispatch import FAST, Paths, current_paths
 
 BLOCK = 64
 SCALES_BLOCK = 256
@@ -28,7 +28,7 @@ CODES = (
 
 
 @functools.cache
-def bitsandbytes() -> ModuleType | None:
+def bitsandbytes_functional() -> ModuleType | None:
     """Return the module bitsandbytes.functional, or None if bitsandbytes cannot be imported."""
     try:
         import bitsandbytes.functional
@@ -65,7 +65,7 @@ def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
-def quantise(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def quantize_nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the NF4 form of a weight.
 
     "codes" has the packed 4-bit codes, "scales" the 8-bit codes of the block scales, and "rest" the float32
@@ -97,14 +97,14 @@ def _empty_on_meta(count: int) -> dict[str, torch.Tensor]:
     }
 
 
-def dequantise(
+def dequantize_nf4(
     packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, paths: Paths = FAST
 ) -> torch.Tensor:
-    """Return the weight of this shape, in `dtype`, from the output of `quantise`."""
+    """Return the weight of this shape, in `dtype`, from the output of `quantize_nf4`."""
     codes, rest = packed["codes"], packed["rest"].view(torch.float32)
     centered = _blocks(code_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
     scales = (centered * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
-    if paths.quantised and bitsandbytes() is not None and shape[0] * shape[1] % BLOCK == 0:
+    if paths.quantised and bitsandbytes_functional() is not None and shape[0] * shape[1] % BLOCK == 0:
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         # one row per block, because the CPU kernel is wrong if a block starts inside a row
         return kernel(codes[:, None], scales, BLOCK, "nf4", (scales.numel(), BLOCK), dtype).view(shape)
@@ -124,8 +124,8 @@ class NF4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = dtype  # the compute dtype
-        self.paths = chosen_paths()
-        for name, tensor in quantise(linear.weight.detach().to(device)).items():
+        self.paths = current_paths()
+        for name, tensor in quantize_nf4(linear.weight.detach().to(device)).items():
             self.register_buffer(name, tensor)
         self.bias = linear.bias
 
@@ -133,7 +133,7 @@ class NF4Linear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The dequantized weight [out, in], in the compute dtype."""
         packed = {"codes": self.codes, "scales": self.scales, "rest": self.rest}
-        return dequantise(packed, (self.out_features, self.in_features), self.dtype, self.paths)
+        return dequantize_nf4(packed, (self.out_features, self.in_features), self.dtype, self.paths)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x W' + bias with the dequantized weight."""

@@ -6,16 +6,16 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import replace_module
-from whet.adapters.nf4 import NF4Linear, bitsandbytes
+from whet.adapters.nf4 import NF4Linear, bitsandbytes_functional
 from whet.adapters.targets import linear_layers
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
-from whet.ops.dispatch import using
+from whet.ops.dispatch import use_paths
 
 log = logging.getLogger("whet")
 
 
-def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dtype) -> LanguageModel:
+def quantize_base(model: LanguageModel, *, device: torch.device, dtype: torch.dtype) -> LanguageModel:
     """Quantize every linear layer except the head to NF4, in place, with `dtype` as the compute dtype.
 
     Layers are moved to the device and quantized one by one, so the unquantized weights never have to fit
@@ -29,11 +29,13 @@ def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
     for name in layers:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        with using(model.paths):
+        with use_paths(model.paths):
             replace_module(model, name, NF4Linear(linear, device=device, dtype=dtype))
     model.to(device, dtype)
-    count, size = quantised_weights(model)
-    backend = "bitsandbytes" if bitsandbytes() is not None else "torch (bitsandbytes is not installed)"
+    count, size = quantized_size(model)
+    backend = (
+        "bitsandbytes" if bitsandbytes_functional() is not None else "torch (bitsandbytes is not installed)"
+    )
     backend = backend if model.paths.quantised else "torch"
     log.info(
         "base model: %s weights in NF4, %.3f bytes per weight, dequantized by %s",
@@ -44,7 +46,7 @@ def quantise_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
     return model
 
 
-def quantised_weights(model: nn.Module) -> tuple[int, int]:
+def quantized_size(model: nn.Module) -> tuple[int, int]:
     """Return the number of weights in 4 bits, and the bytes of their codes and scales."""
     layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
     size = sum(b.numel() * b.element_size() for layer in layers for b in layer.buffers())

@@ -19,7 +19,7 @@ def command(
     from whet.config.load_config import load_config
     from whet.config.quality import Arm
     from whet.errors import ConfigError
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
     from whet.reporting.text.ablation_text import describe_ablation, write_ablation
     from whet.studies.ablation import ablate
 
@@ -32,7 +32,7 @@ def command(
     with show_progress() as progress:
         ablation = ablate(settings, arms=arm_names, seeds=seeds, callbacks=lambda: [progress])
     if ablation is None:
-        notes().print("stopped; rerun the same command to resume", highlight=False)
+        stderr_console().print("stopped; rerun the same command to resume", highlight=False)
         raise typer.Exit(3)
     print_line(describe_ablation(ablation))
     for path in write_ablation(ablation, settings.directory):

@@ -38,7 +38,13 @@ from whet.cli import (
     train,
 )
 from whet.cli.console import escape_terminal
-from whet.error_boundary import is_out_of_memory, is_panic, out_of_memory, printable, reason
+from whet.error_boundary import (
+    error_text,
+    escape_control_characters,
+    is_out_of_memory,
+    is_panic,
+    out_of_memory_error,
+)
 from whet.errors import ModelError, RunError, WhetError, shorten
 
 _DEBUG_HINT = "rerun with --debug to see the traceback"
@@ -146,7 +152,7 @@ def main() -> NoReturn:
         if _was_interrupted(error):
             _exit(130)
         if debug:
-            print(printable(traceback.format_exc()), file=sys.stderr)
+            print(escape_control_characters(traceback.format_exc()), file=sys.stderr)
         user_error = _to_whet_error(error)
         _print_error(str(user_error))
         _exit(user_error.exit_code)
@@ -176,13 +182,13 @@ def _to_whet_error(error: BaseException) -> WhetError:
     if isinstance(error, WhetError):
         return error
     if is_out_of_memory(error):
-        return out_of_memory(error)
+        return out_of_memory_error(error)
     if isinstance(error, OSError):
         prefix = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return RunError(f"{prefix}{error.strerror or error}")
     if is_panic(error):
-        return ModelError(f"a library failed on its input: {reason(error)}", hint=_DEBUG_HINT)
-    name, text = type(error).__name__, reason(error)
+        return ModelError(f"a library failed on its input: {error_text(error)}", hint=_DEBUG_HINT)
+    name, text = type(error).__name__, error_text(error)
     return RunError(f"unexpected {text if text.startswith(name) else f'{name}: {text}'}", hint=_DEBUG_HINT)
 
 
@@ -193,5 +199,6 @@ def _print_error(message: str) -> None:
             f"  ... {len(lines) - _MAX_LINES + 1} lines omitted (--debug shows all)"
         ]
     print(
-        printable("error: " + "\n".join(shorten(line, _MAX_LINE_LENGTH) for line in lines)), file=sys.stderr
+        escape_control_characters("error: " + "\n".join(shorten(line, _MAX_LINE_LENGTH) for line in lines)),
+        file=sys.stderr,
     )

@@ -25,7 +25,7 @@ def command(
     from whet.errors import DataError
     from whet.generation.generate import generate
     from whet.model_io.load import load
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
 
     chat_model, tokenizer = load(model)
     if tokenizer is None:
@@ -37,10 +37,10 @@ def command(
         )
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    notes().print(f"{model}: {HELP}", highlight=False)
+    stderr_console().print(f"{model}: {HELP}", highlight=False)
     while (line := _read_line()) is not None:
         if line in ("", "h"):
-            notes().print(HELP, highlight=False)
+            stderr_console().print(HELP, highlight=False)
         elif line == "q":
             return
         elif line == "r":
@@ -63,7 +63,7 @@ def command(
                     on_text=lambda piece: print(piece, end="", flush=True),
                 )
             except DataError as error:  # e.g. too long: continue without this message
-                notes().print(f"error: {error}", highlight=False)
+                stderr_console().print(f"error: {error}", highlight=False)
                 messages.pop()
                 continue
             print()

@@ -5,7 +5,7 @@ from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from whet.config.checks.error_messages import inner_sections
+from whet.config.checks.error_messages import nested_sections
 from whet.config.load_config import describe_keys
 from whet.config.objectives.distrust import DistrustObjective
 from whet.config.objectives.union import OBJECTIVE_KINDS
@@ -52,9 +52,9 @@ def config_help() -> Iterator[str]:
 def _sections() -> Iterator[tuple[type[BaseModel], str, list[str]]]:
     """Yield every top-level section with its title and the lines of its keys."""
     for name, field in RunConfig.model_fields.items():
-        for section in inner_sections(field.annotation):
+        for section in nested_sections(field.annotation):
             always = field.is_required() and field.annotation is section
-            lines = [*describe_keys(section, f"{name}.", chosen=always)]
+            lines = [*describe_keys(section, f"{name}.", always_present=always)]
             yield section, _title(name, section), lines
 
 

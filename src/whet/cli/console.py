@@ -10,9 +10,9 @@ from typing import IO, TYPE_CHECKING, TextIO, cast
 
 import typer
 
-from whet.error_boundary import printable
+from whet.error_boundary import escape_control_characters
 from whet.errors import ConfigError, StorageError
-from whet.reporting.console import NotesHandler, discard_after_error, escaping_console, notes
+from whet.reporting.console import ConsoleHandler, discard_after_error, escaping_console, stderr_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ class _EscapedStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        self.stream.write(printable(text))
+        self.stream.write(escape_control_characters(text))
         return len(text)
 
     def __getattr__(self, name: str) -> object:
@@ -53,7 +53,7 @@ def escape_terminal() -> None:
 def print_line(text: str) -> None:
     """Print a line on standard output; a closed pipe is ignored, a full disk is an error."""
     with discard_after_error(sys.stdout, reraise=errno.ENOSPC):
-        print(printable(text), flush=True)
+        print(escape_control_characters(text), flush=True)
 
 
 @contextlib.contextmanager
@@ -76,10 +76,10 @@ def set_up_logging(*, quiet: bool = False) -> None:
     logger = logging.getLogger("whet")
     logger.setLevel(logging.INFO)
     if not logger.handlers:
-        logger.addHandler(NotesHandler())
+        logger.addHandler(ConsoleHandler())
         logger.propagate = False
     for handler in logger.handlers:
-        if isinstance(handler, NotesHandler):  # not the logger's level: it also writes log.txt
+        if isinstance(handler, ConsoleHandler):  # not the logger's level: it also writes log.txt
             handler.setLevel(logging.WARNING if quiet else logging.INFO)
 
 
@@ -91,12 +91,12 @@ def show_progress(*, quiet: bool = False) -> "Iterator[RunProgress]":
     from whet.reporting.progress import RunProgress
 
     set_up_logging(quiet=quiet)
-    progress = RunProgress(Console(quiet=True) if quiet else notes())
+    progress = RunProgress(Console(quiet=True) if quiet else stderr_console())
     try:
         yield progress
     except KeyboardInterrupt as interrupted:
         progress.close()
-        notes().print(str(interrupted) or "interrupted", highlight=False)
+        stderr_console().print(str(interrupted) or "interrupted", highlight=False)
         raise typer.Exit(130) from interrupted
     finally:
         progress.close()

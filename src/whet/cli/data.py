@@ -27,13 +27,13 @@ def command(
     from whet.data.inspect.problems import find_problems
     from whet.reporting.data.data_page import data_page
     from whet.reporting.data.data_text import DataText
-    from whet.runs.inspect_data import view_parts
+    from whet.runs.inspect_data import view_data_by_part
     from whet.storage import replace_text
 
     set_up_logging()
     text = DataText(stdout_console())
     has_problems = False
-    for part, view in view_parts(load_config(config, overrides or ()), samples=samples).items():
+    for part, view in view_data_by_part(load_config(config, overrides or ()), samples=samples).items():
         problems = find_problems(view)
         if html is not None:
             page, title = Path(html), config
@@ -52,11 +52,11 @@ def command(
 def print_dry_run(config: str, overrides: list[str], *, processes: int) -> None:
     """Print what `whet train` would do; exit with code 2 if it would raise an error."""
     from whet.cli.console import set_up_logging, stdout_console
-    from whet.config.checks.unread_keys import unread_lines
+    from whet.config.checks.unread_keys import unused_key_messages
     from whet.config.load_config import load_config
     from whet.data.inspect.problems import Problem, find_problems
     from whet.reporting.data.data_text import DataText
-    from whet.runs.inspect_data import find_refusals, view_parts
+    from whet.runs.inspect_data import find_run_errors, view_data_by_part
 
     set_up_logging()
     settings = load_config(config, overrides)
@@ -65,18 +65,18 @@ def print_dry_run(config: str, overrides: list[str], *, processes: int) -> None:
     directory = settings.directory
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         message = f"{directory} already exists, and existing runs are never overwritten"
-        problems.append(Problem(message, "choose another name (run.name=...)", stops=True))
-    for part, view in view_parts(settings, samples=0).items():
+        problems.append(Problem(message, "choose another name (run.name=...)", is_fatal=True))
+    for part, view in view_data_by_part(settings, samples=0).items():
         text.show_part(part)
         text.show_plan(view)
         problems += find_problems(view)
-        problems += (Problem(error.message, error.hint, stops=True) for error in view.missing)
+        problems += (Problem(error.message, error.hint, is_fatal=True) for error in view.missing_inputs)
         steps = settings.run.steps or (view.steps.steps if view.steps is not None else None)
         tokens = view.tokenizer.size if view.tokenizer is not None else None
-    refusals = find_refusals(settings, steps=steps, tokens=tokens, processes=processes)
+    refusals = find_run_errors(settings, steps=steps, tokens=tokens, processes=processes)
     known = {problem.message for problem in problems}
-    problems += map(Problem, unread_lines(settings))
+    problems += map(Problem, unused_key_messages(settings))
     problems = [*(problem for problem in refusals if problem.message not in known), *problems]
     text.show_problems(problems, every_record=False)
-    if any(problem.stops for problem in problems):
+    if any(problem.is_fatal for problem in problems):
         raise typer.Exit(2)

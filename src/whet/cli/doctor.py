@@ -11,7 +11,7 @@ def command() -> None:
     from whet.hardware import GIB, choose_device, choose_precision, find_peak
     from whet.model_io.hub import cached_models
     from whet.ops.attention import describe_backend
-    from whet.ops.dispatch import FAST, VARIABLE, chosen_paths
+    from whet.ops.dispatch import FAST, REFERENCE_VARIABLE, current_paths
     from whet.runs.provenance import versions
     from whet.storage import cache_dir, tokens_dir
 
@@ -25,7 +25,8 @@ def command() -> None:
         f"{peak.bandwidth_gb_s:.4g} GB/s memory bandwidth ({peak.source})",
         "precision": choose_precision("auto", device).reason,
         "attention": describe_backend(device),
-        "reference": f"{'off' if chosen_paths() == FAST else 'on'} ({VARIABLE}=1 disables all fast paths)",
+        "reference": ("off" if current_paths() == FAST else "on")
+        + f" ({REFERENCE_VARIABLE}=1 disables all fast paths)",
         **_describe_kernels(device),
         "threads": str(torch.get_num_threads()),
         **versions(),
@@ -40,11 +41,11 @@ def command() -> None:
 
 
 def _describe_kernels(device: object) -> dict[str, str]:
-    from whet.ops.dispatch import kernels_problem
+    from whet.ops.dispatch import kernel_build_problem
 
     if getattr(device, "type", "") != "cuda":
         return {}
-    problem = kernels_problem()
+    problem = kernel_build_problem()
     return {"kernels": "whet's Triton kernels" if problem is None else f"plain torch: {problem}"}
 
 

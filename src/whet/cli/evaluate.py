@@ -38,13 +38,13 @@ def command(
     from whet.api import evaluate
     from whet.cli.console import set_up_logging
     from whet.model_io.formats.classifier_head import is_classifier
-    from whet.model_io.resolve import usable_directory
-    from whet.reporting.console import notes
+    from whet.model_io.resolve import local_model_directory
+    from whet.reporting.console import stderr_console
     from whet.reporting.progress import format_metrics
     from whet.reporting.text.classifier_text import classification_text
 
     set_up_logging()
-    with notes().status("evaluating") as status:
+    with stderr_console().status("evaluating") as status:
         metrics = evaluate(
             model,
             data,
@@ -58,7 +58,7 @@ def command(
         )
     if as_json:
         print(json.dumps(metrics))
-    elif is_classifier(usable_directory(model)):
+    elif is_classifier(local_model_directory(model)):
         print(classification_text(metrics))
     else:
         print(format_metrics(metrics))

@@ -32,7 +32,7 @@ def command(
     seed: int | None = SEED,
 ) -> None:
     """Generate a completion for a prompt."""
-    from whet.adapters.adapter import adapted, adapters_off
+    from whet.adapters.adapter import adapters_off, named_adapters
     from whet.errors import ModelError
     from whet.generation.generate import generate
     from whet.model_io.load import load
@@ -53,7 +53,7 @@ def command(
     if not compare:
         print(complete(fine_tuned, tokenizer))
         return
-    if any(True for _ in adapted(fine_tuned)):
+    if any(True for _ in named_adapters(fine_tuned)):
         with adapters_off(fine_tuned):
             base_text = complete(fine_tuned, tokenizer)
     elif (name := _base_of_run(model)) is not None:
@@ -71,9 +71,9 @@ def _base_of_run(path: str) -> str | None:
     from pathlib import Path
 
     from whet.config.load_config import load_config
-    from whet.run_directory import CONFIG_FILE, run_of
+    from whet.run_directory import CONFIG_FILE, run_directory_of
 
-    for run in (Path(path), run_of(Path(path))):
+    for run in (Path(path), run_directory_of(Path(path))):
         if (run / CONFIG_FILE).is_file():
             base = load_config(run / CONFIG_FILE).model
             return base if isinstance(base, str) else None  # a preset starts from random weights

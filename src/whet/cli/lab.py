@@ -35,7 +35,7 @@ def coord_check(
 
     from whet.cli.console import print_line
     from whet.config.load_config import load_config
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
     from whet.reporting.text.mup_text import describe_check, write_check
     from whet.studies.coordinate_check import coordinate_check
 
@@ -43,7 +43,9 @@ def coord_check(
     width_values = _parse_positive("--widths", widths, int)
     directory = Path(out or f"{settings.directory}-coord-check")
     directory.mkdir(parents=True, exist_ok=True)
-    check = coordinate_check(settings, widths=width_values, steps=steps, seeds=seeds, log_line=notes().print)
+    check = coordinate_check(
+        settings, widths=width_values, steps=steps, seeds=seeds, log_line=stderr_console().print
+    )
     print_line(describe_check(check))
     for path in write_check(check, directory):
         print_line(f"written: {path}")
@@ -69,7 +71,7 @@ def lr_sweep(
     from whet.cli.console import print_line
     from whet.config.load_config import load_config, to_dict
     from whet.recipes.registry import recipe_for
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
     from whet.reporting.text.mup_text import describe_sweep, plot_sweep
     from whet.studies.lr_transfer import RESULTS_FILE, load_points, save_sweep
     from whet.studies.lr_transfer import lr_sweep as run_lr_sweep
@@ -92,7 +94,7 @@ def lr_sweep(
         seeds=seeds,
         known_points=load_points(directory, settings=shared, data=digests),
         save=lambda sweep: save_sweep(sweep, directory, settings=shared, data=digests),
-        log_line=notes().print,
+        log_line=stderr_console().print,
     )
     print_line(describe_sweep(transfer))
     for path in (directory / RESULTS_FILE, *plot_sweep(transfer, directory)):

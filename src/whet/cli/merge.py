@@ -81,18 +81,18 @@ def _merge_adapter(models: "Sequence[str]", out: str, dtype: Dtype | None, toler
     import torch
 
     from whet.errors import ConfigError, ModelError
-    from whet.model_io.export.export_model import dtype_name, fold, load_exact, write_hf
+    from whet.model_io.export.export_model import dtype_name, load_for_export, merge_adapter, write_hf
 
     if len(models) != 1:
         raise ConfigError(
             f"merging {len(models)} models needs --method",
             hint=f"choose one of: {', '.join(choice.value for choice in MergeMethod)}",
         )
-    loaded = load_exact(models[0])
+    loaded = load_for_export(models[0])
     if not loaded.has_adapter:
         raise ModelError(f"{models[0]} has no adapter: it is already a full model", hint="use it directly")
     base, target_dtype = loaded.base, loaded.dtype if dtype is None else getattr(torch, dtype.value)
-    difference = fold(loaded, target_dtype, tolerance=tolerance)
+    difference = merge_adapter(loaded, target_dtype, tolerance=tolerance)
     write_hf(loaded, out, target_dtype)
     print(f"merged into {base} in {dtype_name(target_dtype)}: {difference}\n{out}")
 

@@ -26,9 +26,9 @@ def command(
     """
     from whet.cli.console import print_line
     from whet.data.distrust_scores import score_file
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
 
     summary = score_file(source, target, existing=existing.value)
     for warning in summary.warnings():
-        notes().print(f"warning: {warning}", highlight=False)
+        stderr_console().print(f"warning: {warning}", highlight=False)
     print_line(f"{target}: {summary.describe()}")

@@ -29,7 +29,7 @@ def command(
     The finished runs are compared. Rerun the same command to resume an interrupted sweep.
     """
     from whet.cli.console import print_line, set_up_logging
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
     from whet.reporting.progress import RunProgress
     from whet.studies.sweep import plan_sweep, run_sweep
 
@@ -39,7 +39,7 @@ def command(
             print_line(str(sweep.directory / run.name))
         return
     set_up_logging()
-    progress = RunProgress(notes())
+    progress = RunProgress(stderr_console())
     states = []
     try:
         for state in run_sweep(sweep, lambda: [progress]):
@@ -47,18 +47,18 @@ def command(
             states.append(state)
     except KeyboardInterrupt as interrupted:
         progress.close()
-        notes().print(
+        stderr_console().print(
             f"{str(interrupted) or 'interrupted'}; rerun the same command to resume", highlight=False
         )
         raise typer.Exit(3) from interrupted
     if states[-1].status == "stopped":
-        notes().print("stopped; rerun the same command to resume", highlight=False)
+        stderr_console().print("stopped; rerun the same command to resume", highlight=False)
         raise typer.Exit(3)
     failed = [state for state in states if state.status == "failed"]
     for state in failed:
-        notes().print(f"failed: {sweep.directory / state.name}: {state.error}", highlight=False)
+        stderr_console().print(f"failed: {sweep.directory / state.name}: {state.error}", highlight=False)
     if failed:
-        notes().print("rerun the same command to retry the failed runs", highlight=False)
+        stderr_console().print("rerun the same command to retry the failed runs", highlight=False)
     _print_comparison(
         [sweep.directory / state.name for state in states if state.status == "finished"], metric
     )

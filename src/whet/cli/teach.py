@@ -15,8 +15,8 @@ def command(
     """
     from whet.cli.console import print_line, set_up_logging
     from whet.config.load_config import load_config
-    from whet.runs.teach import teach
+    from whet.runs.teach import store_teacher_logprobs
 
     set_up_logging()
-    teach(load_config(config, overrides or ()))
+    store_teacher_logprobs(load_config(config, overrides or ()))
     print_line(f"train with: {shlex.join(['whet', 'train', config, *(overrides or [])])}")

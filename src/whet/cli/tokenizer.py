@@ -36,17 +36,17 @@ def train(
     from pathlib import Path
 
     from whet.data.sources.source import open_source
-    from whet.data.tokens.chat_template import text_of
+    from whet.data.tokens.chat_template import record_text
     from whet.model_io.tokenizer_files import save_tokenizer
     from whet.models.from_scratch.train_tokenizer import make_tokenizer
-    from whet.storage import new_directory
+    from whet.storage import create_directory_atomically
 
     source = open_source(data)
     spec = f"bpe:{vocab_size}" if kind is Kind.bpe else "chars"
-    tokenizer = make_tokenizer(spec, map(text_of, source))
-    with new_directory(Path(out)) as staging:
+    tokenizer = make_tokenizer(spec, map(record_text, source))
+    with create_directory_atomically(Path(out)) as staging:
         save_tokenizer(tokenizer, staging)
-    texts = [text_of(record)[:100_000] for record in islice(source, 100)]
+    texts = [record_text(record)[:100_000] for record in islice(source, 100)]
     count = sum(len(tokens) for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"])
     size = sum(len(text.encode()) for text in texts)
     print(

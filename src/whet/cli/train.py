@@ -71,15 +71,15 @@ def command(
         return
     settings = load_config(config, overrides or ())
     if isinstance(settings.model, Quality):
-        from whet.recipes.quality.quality import dry_run as quality_dry_run
         from whet.recipes.quality.quality import summary_line
+        from whet.recipes.quality.quality import write_dry_run as quality_dry_run
         from whet.recipes.registry import recipe_for
-        from whet.runs.build_callbacks import check_watching
-        from whet.runs.provenance import provenance
+        from whet.runs.build_callbacks import check_callbacks
+        from whet.runs.provenance import collect_provenance
 
         set_up_logging(quiet=quiet)
-        check_watching(settings, recipe_for(settings))
-        print_line(summary_line(quality_dry_run(settings, provenance)))
+        check_callbacks(settings, recipe_for(settings))
+        print_line(summary_line(quality_dry_run(settings, collect_provenance)))
         return
     print_dry_run(config, overrides or [], processes=nproc)
 
@@ -97,22 +97,20 @@ def run_with_progress(run: "Callable[[list[Callback]], RunResult]", *, quiet: bo
 
     Exits with code 3 if the run stopped before its last step and can be resumed.
     """
-    from whet.parallel.process_group import UnreachableError, joined
+    from whet.parallel.process_group import RendezvousError, distributed_world
 
     code = 1
     try:
-        with joined() as world:
+        with distributed_world() as world:
             try:
                 code = _run_main(run, quiet=quiet) if world.is_main else _run_worker(run)
             except typer.Exit:
                 raise
             except Exception as error:
-                if world.watch.speaks(error):
-                    raise world.watch.located(error) from error
+                if world.watchdog.claim_report(error):
+                    raise world.watchdog.add_rank_context(error) from error
                 sys.exit(getattr(error, "exit_code", 1))
-    except (
-        UnreachableError
-    ):  # no process group to agree on one speaker: the first process per machine reports
+    except RendezvousError:  # no process group to agree on one speaker: the first process per machine reports
         if os.environ.get("LOCAL_RANK", "0") != "0":
             sys.exit(1)
         raise
@@ -134,14 +132,16 @@ def _run_worker(run: "Callable[[list[Callback]], RunResult]") -> int:
 def _run_main(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> int:
     """Execute a run, show its progress and result, and return the exit code."""
     from whet.cli.console import print_line, show_progress
-    from whet.reporting.console import notes
+    from whet.reporting.console import stderr_console
     from whet.reporting.formatting import format_elapsed
     from whet.reporting.progress import format_metrics
 
     with show_progress(quiet=quiet) as progress:
         result = run([progress])
     if result.unfinished:
-        notes().print(f"to resume: whet resume {shlex.quote(str(result.directory))}", highlight=False)
+        stderr_console().print(
+            f"to resume: whet resume {shlex.quote(str(result.directory))}", highlight=False
+        )
         return UNFINISHED
     summary = result.summary
     if summary.get("test"):
@@ -169,10 +169,10 @@ def _run_main(run: "Callable[[list[Callback]], RunResult]", *, quiet: bool) -> i
 
 
 def _has_chat_template(run: "Path | None") -> bool:
-    from whet.model_io.tokenizer import tokenizer_of
+    from whet.model_io.tokenizer import load_model_tokenizer
 
     assert run is not None
-    return bool(getattr(tokenizer_of(run), "chat_template", None))
+    return bool(getattr(load_model_tokenizer(run), "chat_template", None))
 
 
 def draw_missing_plots(run: str) -> bool:
@@ -183,13 +183,13 @@ def draw_missing_plots(run: str) -> bool:
     from pathlib import Path
 
     from whet.run_directory import CLASSIFICATION_FILE, CLASSIFICATION_PLOT, is_finished
-    from whet.storage import clear_leftovers
+    from whet.storage import remove_temporary_files
 
     directory = Path(run)
     plots = directory / CLASSIFICATION_PLOT
     if plots.exists() or not (directory / CLASSIFICATION_FILE).is_file() or not is_finished(directory):
         return False
-    clear_leftovers(directory, of=CLASSIFICATION_PLOT)
+    remove_temporary_files(directory, only_name=CLASSIFICATION_PLOT)
     show_classification(directory)
     return plots.exists()
 
@@ -198,14 +198,14 @@ def show_classification(run: "Path | None") -> None:
     """Print the classification report of a run, and draw its plots if matplotlib is installed."""
     from whet.cli.console import print_line
     from whet.errors import ConfigError
-    from whet.reporting.text.classifier_text import classification_text, draw, read_report
+    from whet.reporting.text.classifier_text import classification_text, read_report, write_classifier_plots
     from whet.run_directory import CLASSIFICATION_FILE, CLASSIFICATION_PLOT
 
     assert run is not None
     report = read_report(run)
     print_line(classification_text(report))
     try:
-        plots = draw(report, run / CLASSIFICATION_PLOT)
+        plots = write_classifier_plots(report, run / CLASSIFICATION_PLOT)
         print_line(f"report: {plots.with_suffix('.json')}, with plots in the .png file next to it")
     except ConfigError as error:
         print_line(f"report: {run / CLASSIFICATION_FILE} ({error.message}: {error.hint})")

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from whet.config.section import KeyInfo, Positive, ReadBy, Section, Text
+from whet.config.section import KeyInfo, Positive, Section, Text, UsedWhen
 
-_BY_LENGTH = KeyInfo(read_by=ReadBy("kind", ("length",)))
-_BY_DIFFICULTY = KeyInfo(read_by=ReadBy("kind", ("difficulty",)))
+_BY_LENGTH = KeyInfo(used_when=UsedWhen("kind", ("length",)))
+_BY_DIFFICULTY = KeyInfo(used_when=UsedWhen("kind", ("difficulty",)))
 
 
 class WeightedSource(Section):

@@ -9,15 +9,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from whet.config.checks.error_messages import config_error, inner_sections
+from whet.config.checks.error_messages import config_error, nested_sections
 from whet.config.objectives.mix import Part
 from whet.config.run_config import RunConfig
-from whet.errors import ConfigError, shorten, shown
+from whet.errors import ConfigError, short_repr, shorten
 
 _MAX_CHARACTERS = 2**24  # of a file
 _MAX_VALUES, _MAX_DEPTH = 100_000, 64
 
-ConfigLike = RunConfig | Mapping[str, Any] | str | Path  # Any: validated by make_config
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path  # Any: validated by validate_config
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _yaml_error(key, "a key must be a single value")
             if key.value in seen:
-                raise _yaml_error(key, f"duplicate key {shown(key.value)}")
+                raise _yaml_error(key, f"duplicate key {short_repr(key.value)}")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -65,13 +65,13 @@ for _class in (_Loader, _Dumper):
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a config from a YAML file and apply `section.key=value` overrides."""
-    values = read_values(source)
+    values = read_sections(source)
     for override in overrides:
         _apply_override(values, override)
-    return make_config(values, origin=str(Path(source)))
+    return validate_config(values, origin=str(Path(source)))
 
 
-def read_values(source: str | Path) -> dict[str, Any]:  # Any: YAML values
+def read_sections(source: str | Path) -> dict[str, Any]:  # Any: YAML values
     """Read the sections of a YAML file without validating them."""
     path = Path(source)
     text = ""
@@ -108,7 +108,7 @@ def _yaml_problem(error: yaml.YAMLError, text: str) -> tuple[str, str]:
     return f", line {line + 1}, column {column + 1},", problem
 
 
-def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConfig:  # Any: validated here
+def validate_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConfig:  # Any: validated here
     """Validate a mapping.
 
     Args:
@@ -124,11 +124,11 @@ def make_config(values: Mapping[str, Any], *, origin: str = "config") -> RunConf
         raise config_error(error, RunConfig, origin=origin) from error
 
 
-def as_config(config: ConfigLike) -> RunConfig:
+def to_config(config: ConfigLike) -> RunConfig:
     """Convert a mapping or the path of a YAML file to a RunConfig; return a RunConfig unchanged."""
     if isinstance(config, str | Path):
         return load_config(config)
-    return config if isinstance(config, RunConfig) else make_config(config)
+    return config if isinstance(config, RunConfig) else validate_config(config)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -141,17 +141,19 @@ def to_dict(config: RunConfig) -> dict[str, Any]:  # Any: JSON values
     return config.model_dump(mode="json", by_alias=True)
 
 
-def flat_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:  # Any: JSON values
+def flatten_keys(
+    values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:  # Any: JSON values
     """Yield the full key and the value of everything that is not a section."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat_keys(value, f"{prefix}{name}.")
+            yield from flatten_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
 def describe_keys(
-    section: type[BaseModel] = RunConfig, prefix: str = "", *, chosen: bool = True
+    section: type[BaseModel] = RunConfig, prefix: str = "", *, always_present: bool = True
 ) -> Iterator[str]:
     """Yield one line per config key with its description and default.
 
@@ -160,25 +162,25 @@ def describe_keys(
         prefix: The key of the section, with a trailing dot.
         chosen: Whether every run has this section, so that its required keys are required in every config.
     """
-    required = "required" if chosen else "required in this section"
+    required = "required" if always_present else "required in this section"
     for attribute, field in section.model_fields.items():
         name = field.alias or attribute
         # the sections of a mix part are those of a run, which are described there
-        inner = [] if section is Part else list(inner_sections(field.annotation))
+        inner = [] if section is Part else list(nested_sections(field.annotation))
         if not inner or prefix:
             default = required if field.is_required() else f"default {json.dumps(field.get_default())}"
             yield f"  {prefix}{name}: {field.description} ({default})"
         for subsection in inner:
-            always = chosen and field.is_required() and field.annotation is subsection
-            yield from describe_keys(subsection, f"{prefix}{name}.", chosen=always)
+            always = always_present and field.is_required() and field.annotation is subsection
+            yield from describe_keys(subsection, f"{prefix}{name}.", always_present=always)
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:  # Any: validated by make_config later
+def _apply_override(values: dict[str, Any], override: str) -> None:  # Any: validated by validate_config later
     path, equals, text = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
         raise ConfigError(
-            f"{shown(override)} is not an override", hint="write section.key=value, e.g. optim.lr=1e-4"
+            f"{short_repr(override)} is not an override", hint="write section.key=value, e.g. optim.lr=1e-4"
         )
     section: Any = values
     for key in keys[:-1]:
@@ -188,14 +190,14 @@ def _apply_override(values: dict[str, Any], override: str) -> None:  # Any: vali
             else section.setdefault(key, {})
         )
         if not isinstance(section, dict | list):
-            raise ConfigError(f"override {shown(override)}: {shorten(key)} is not a section")
+            raise ConfigError(f"override {short_repr(override)}: {shorten(key)} is not a section")
     last = _parse_index(section, keys[-1], override) if isinstance(section, list) else keys[-1]
     try:
         section[last] = parse_yaml(text)
     except yaml.YAMLError as error:
         hint = getattr(error, "problem", None)
         raise ConfigError(
-            f"override {shown(override)}: {shown(text)} is not a YAML value", hint=hint
+            f"override {short_repr(override)}: {short_repr(text)} is not a YAML value", hint=hint
         ) from error
 
 
@@ -246,5 +248,5 @@ def _yaml_error(node: yaml.Node, problem: str) -> yaml.YAMLError:
 def _parse_index(items: list[Any], key: str, override: str) -> int:  # Any: YAML values
     if not key.isdecimal() or len(key) > 9 or int(key) >= len(items):
         problem = f"{shorten(key)} is not an index (from 0) of a list with {len(items)} items"
-        raise ConfigError(f"override {shown(override)}: {problem}")
+        raise ConfigError(f"override {short_repr(override)}: {problem}")
     return int(key)

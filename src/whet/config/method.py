@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from whet.config.section import KeyInfo, Positive, ReadBy, Section
+from whet.config.section import KeyInfo, Positive, Section, UsedWhen
 
-_ADAPTERS = KeyInfo(read_by=ReadBy("kind", ("lora", "qlora")))
+_ADAPTERS = KeyInfo(used_when=UsedWhen("kind", ("lora", "qlora")))
 
 
 class Method(Section):

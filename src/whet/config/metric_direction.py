@@ -11,7 +11,7 @@ _USER_NAMED = re.compile(r"(^|_)(exact_match|reward)_")  # followed by a name th
 _COSTS = ("seconds", "step_s", "eval_s", "elapsed_s", "peak_gib", "reward_errors", "eval_reward_errors")
 
 
-def falls(metric: str) -> bool:
+def lower_is_better(metric: str) -> bool:
     """Return whether lower is better: for losses, divergences, failures and costs, but no other metric."""
     if metric in _COSTS:
         return True
@@ -19,7 +19,7 @@ def falls(metric: str) -> bool:
     return _LOWER_IS_BETTER.search(name) is not None and _USER_NAMED.search(name) is None
 
 
-def quantity(metric: str) -> Literal["loss", "tokens", "bits"] | None:
+def loss_quantity(metric: str) -> Literal["loss", "tokens", "bits"] | None:
     """Return which quantity a loss metric measures, or None if the metric is not a loss.
 
     "loss" is defined by the objective, "tokens" is cross-entropy per token (or its exponential), and "bits"

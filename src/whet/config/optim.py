@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from whet.config.checks.patterns import compile_pattern
-from whet.config.section import Factor, KeyInfo, Positive, ReadBy, Section, StepsOrFraction
+from whet.config.section import Factor, KeyInfo, Positive, Section, StepsOrFraction, UsedWhen
 from whet.errors import ConfigError
 
 ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "step", "wsd"]
@@ -16,17 +16,17 @@ ROUTERS = r"\.mlp\.gate\.|^router\."  # in language models | in quality models
 LORA_B = r"\.lora_(embedding_)?B(\.|$)"
 
 _ADAM_NAMES = ("adamw", "adam", "adamw8bit", "muon")
-_ADAM = KeyInfo(read_by=ReadBy("name", _ADAM_NAMES))
-_ADAM_OR_LION = KeyInfo(read_by=ReadBy("name", (*_ADAM_NAMES, "lion")))
-_SGD = KeyInfo(read_by=ReadBy("name", ("sgd",)))
-_DECAYING = KeyInfo(read_by=ReadBy("schedule", ("linear", "cosine", "exponential", "step", "wsd")))
-_STEP = KeyInfo(read_by=ReadBy("schedule", ("step",)))
-_WSD = KeyInfo(read_by=ReadBy("schedule", ("wsd",)))
+_ADAM = KeyInfo(used_when=UsedWhen("name", _ADAM_NAMES))
+_ADAM_OR_LION = KeyInfo(used_when=UsedWhen("name", (*_ADAM_NAMES, "lion")))
+_SGD = KeyInfo(used_when=UsedWhen("name", ("sgd",)))
+_DECAYING = KeyInfo(used_when=UsedWhen("schedule", ("linear", "cosine", "exponential", "step", "wsd")))
+_STEP = KeyInfo(used_when=UsedWhen("schedule", ("step",)))
+_WSD = KeyInfo(used_when=UsedWhen("schedule", ("wsd",)))
 
 LION_BETAS = (0.9, 0.99)  # arXiv 2302.06675 and its authors' code
 
 
-class SchedulePart(Section):
+class SchedulePhase(Section):
     """One phase of a multi-phase schedule, which starts at the learning rate where the previous one ended."""
 
     kind: ScheduleKind = Field(description="schedule of the learning rate during this phase")
@@ -38,7 +38,7 @@ class SchedulePart(Section):
     )
 
     @model_validator(mode="after")
-    def _check_constant(self) -> "SchedulePart":
+    def _check_constant(self) -> "SchedulePhase":
         if self.kind == "constant" and self.min_lr_ratio is not None:
             raise ValueError("a constant phase does not decay, so it cannot have a min_lr_ratio")
         return self
@@ -97,7 +97,7 @@ class Optim(Section):
         description="ignore the gradient of the pad token's input embedding, as in transformers",
     )
     clip: float | None = Field(1.0, gt=0, description="maximum gradient norm; null: no clipping")
-    schedule: ScheduleKind | list[SchedulePart] = Field(
+    schedule: ScheduleKind | list[SchedulePhase] = Field(
         "cosine", description="learning-rate schedule after the warmup: one name, or a list of phases"
     )
     warmup: StepsOrFraction = Field(
@@ -129,9 +129,9 @@ class Optim(Section):
     )
 
     @property
-    def parts(self) -> list[SchedulePart]:
+    def phases(self) -> list[SchedulePhase]:
         """The schedule as a list of phases."""
-        return [SchedulePart(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
+        return [SchedulePhase(kind=self.schedule)] if isinstance(self.schedule, str) else self.schedule
 
     def warmup_steps(self, total: int | None) -> int:
         """Return the warmup in steps of a run of `total` steps (None: unknown), fractions rounded up."""
@@ -145,7 +145,7 @@ class Optim(Section):
         return math.ceil(self.warmup * total)
 
     @property
-    def with_router_group(self) -> "Optim":
+    def add_router_group(self) -> "Optim":
         """This section with `router_lr_scale` expressed as the last parameter group."""
         if self.router_lr_scale is None:
             return self
@@ -185,12 +185,12 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "Optim":
-        if [part.steps is None for part in self.parts] != [False] * (len(self.parts) - 1) + [True]:
+        if [part.steps is None for part in self.phases] != [False] * (len(self.phases) - 1) + [True]:
             raise ValueError(
                 "every phase of the schedule except the last needs steps; the last must not have steps"
             )
         start = 1.0
-        for part in self.parts:
+        for part in self.phases:
             if part.kind == "step" and self.decay_every is None:
                 raise ValueError("schedule: step needs decay_every")
             end = self.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio

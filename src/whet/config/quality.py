@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from whet.config.section import KeyInfo, ObjectiveSection, Positive, ReadBy, Section
+from whet.config.section import KeyInfo, ObjectiveSection, Positive, Section, UsedWhen
 
 Size = Literal["nano", "tiny", "medium", "full"]
 Arm = Literal["softmax", "sheaf-padic", "dense"]
 STEPS: dict[str, int] = {"nano": 20, "tiny": 50, "medium": 100, "full": 100}
 ROUTER = r"^router\."  # names of the router parameters
-_PADIC = KeyInfo(read_by=ReadBy("arm", ("sheaf-padic",)))
+_PADIC = KeyInfo(used_when=UsedWhen("arm", ("sheaf-padic",)))
 _LARGEST_CODE = 2**20  # larger codes do not survive a round trip through fp32
 
 
@@ -120,7 +120,7 @@ class RegressionObjective(ObjectiveSection):
     """Regression: mean squared error, for the quality-decision task."""
 
     output = "numbers"
-    answer_level_kinds = ("regression",)
+    sequence_level_kinds = ("regression",)
 
     kind: Literal["regression"] = Field(description="regression: mean squared error over rows and outputs")
     gluing: float = Field(

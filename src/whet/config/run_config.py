@@ -105,7 +105,7 @@ class RunConfig(Section):
                 size = {"batch_size": part.batch_size, "batch_tokens": part.batch_tokens}
                 run = run.model_copy(update=size)
             changes = {"objective": part.objective, "data": part.data, "run": run}
-            configs[part.called] = self.model_copy(update=changes)
+            configs[part.label] = self.model_copy(update=changes)
         return configs
 
     def _has(self, split: str) -> bool:
@@ -230,7 +230,7 @@ class RunConfig(Section):
 
 def optim_groups(optim: Optim, method: Method) -> Optim:
     """Return `optim` with the learning rates of routers and LoRA+ as its last parameter groups."""
-    groups = dict(optim.with_router_group.groups)
+    groups = dict(optim.add_router_group.groups)
     if method.kind != "full" and method.lr_ratio is not None:
         groups[LORA_B] = ParameterGroup(lr_scale=method.lr_ratio)
     return optim.model_copy(update={"groups": groups})

@@ -46,7 +46,7 @@ Text = Annotated[str, BeforeValidator(_as_text)]
 
 
 @dataclass(frozen=True)
-class ReadBy:
+class UsedWhen:
     """The condition under which a key has an effect: values of another key of its section.
 
     Without values, the condition is that the other key is not 0, false or null.
@@ -55,7 +55,7 @@ class ReadBy:
     switch: str
     values: tuple[str, ...] = ()
 
-    def includes(self, chosen: Sequence[object]) -> bool:
+    def matches(self, chosen: Sequence[object]) -> bool:
         """Return whether one of the chosen values fulfills the condition."""
         return any(value in self.values if self.values else value for value in chosen)
 
@@ -64,7 +64,7 @@ class ReadBy:
 class KeyInfo:
     """Metadata of a key, set as an annotation: `key: Annotated[int, KeyInfo(changes_loss=False)]`."""
 
-    read_by: ReadBy | None = None  # None: it always has an effect
+    used_when: UsedWhen | None = None  # None: it always has an effect
     changes_loss: bool = True  # objective keys: losses of runs with different values are not comparable
     may_change_on_resume: bool = False
 
@@ -109,7 +109,7 @@ class ObjectiveSection(Section):
     default_targets: ClassVar[str] = "all-linear"  # of method.targets
     output: ClassVar[Literal["text", "class", "numbers"]] = "text"  # of the trained model
     # kinds whose loss is a mean over answers, texts or rows instead of tokens
-    answer_level_kinds: ClassVar[tuple[str, ...]] = ()
+    sequence_level_kinds: ClassVar[tuple[str, ...]] = ()
 
 
 def _guard_boolean(value: Any, types: set[type]) -> Any:  # Any: YAML values

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.lazy_import import lazy_names
+from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from whet.data.batches import Batch as Batch
@@ -25,4 +25,4 @@ _HOME_OF = {
     "encode_records": "data.tokens.prepare_dataset",
 }
 __all__ = list(_HOME_OF)
-__getattr__ = lazy_names(__name__, _HOME_OF)
+__getattr__ = lazy_getattr(__name__, _HOME_OF)

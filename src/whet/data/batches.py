@@ -167,10 +167,12 @@ def _teacher_columns(examples: Sequence[Example]) -> tuple[torch.Tensor | None, 
 
     The last log-probability is that of all other tokens combined.
     """
-    if not examples[0].taught:
+    if not examples[0].teacher_targets:
         return None, None
-    ids = np.concatenate([np.stack([t.ids for t in example.taught], 1) for example in examples])
-    logprobs = np.concatenate([np.stack([t.logprobs for t in example.taught], 1) for example in examples])
+    ids = np.concatenate([np.stack([t.ids for t in example.teacher_targets], 1) for example in examples])
+    logprobs = np.concatenate(
+        [np.stack([t.logprobs for t in example.teacher_targets], 1) for example in examples]
+    )
     return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
@@ -294,7 +296,7 @@ class BatchStream(StepStream):
         self.epoch = 0
         self.index = 0
         self._planned: tuple[int, EpochPlan] | None = None
-        self._lengths = self._measure()
+        self._lengths = self._example_lengths()
         steps = (settings.batch_size, settings.batch_tokens, settings.pack, settings.order)
         self._fingerprint = zlib.crc32(repr((steps, seed)).encode(), zlib.crc32(self._lengths.tobytes()))
 
@@ -320,12 +322,12 @@ class BatchStream(StepStream):
         self.index += 1
         if self.index == len(self._plan(self.epoch)):
             self.epoch, self.index = self.epoch + 1, 0
-        return Step(self._cut(step))
+        return Step(self._make_batches(step))
 
-    def _measure(self) -> np.ndarray:
+    def _example_lengths(self) -> np.ndarray:
         return check_lengths(self.examples, self.settings)
 
-    def _cut(self, step: Sequence[int]) -> list[Batch]:
+    def _make_batches(self, step: Sequence[int]) -> list[Batch]:
         return step_batches(step, self.examples, self._lengths, self.settings)
 
     def _plan(self, epoch: int) -> EpochPlan:
@@ -353,12 +355,12 @@ def step_batches(
 ) -> list[Batch]:
     """Return the micro-batches of a step."""
     return [
-        rows_batch(rows, examples, settings, token_bytes=token_bytes)
+        batch_from_rows(rows, examples, settings, token_bytes=token_bytes)
         for rows in split_step(step, lengths, settings)
     ]
 
 
-def rows_batch(
+def batch_from_rows(
     rows: Sequence[Sequence[int]],
     examples: Sequence[Example] | Sequence[Pair],
     settings: StepSettings,
@@ -380,7 +382,7 @@ def members(item: Example | Pair) -> tuple[Example, ...]:
     return (item,) if isinstance(item, Example) else item
 
 
-def one_pass(
+def iter_batches_once(
     examples: Sequence[Example] | Sequence[Pair],
     settings: StepSettings,
     *,
@@ -392,7 +394,7 @@ def one_pass(
     for group in plan_epoch(lengths, one_batch, seed=0, epoch=0):
         for rows in split_step(group, lengths, one_batch):
             indices = [index for row in rows for index in row]
-            yield indices, rows_batch(rows, examples, one_batch, token_bytes=token_bytes)
+            yield indices, batch_from_rows(rows, examples, one_batch, token_bytes=token_bytes)
 
 
 def evaluation_batches(
@@ -410,5 +412,5 @@ def evaluation_batches(
         limit: Maximum number of micro-batches, or None for all.
         token_bytes: Bytes per token id, to count the bytes of the supervised text.
     """
-    batches = (batch for _, batch in one_pass(examples, settings, token_bytes=token_bytes))
+    batches = (batch for _, batch in iter_batches_once(examples, settings, token_bytes=token_bytes))
     return list(itertools.islice(batches, limit))

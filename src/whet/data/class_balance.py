@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from whet.data.class_labels import Labels
-from whet.data.packing import permutation
+from whet.data.class_labels import ClassLabels
+from whet.data.packing import seeded_permutation
 from whet.data.tokens.examples import StoredExamples
 from whet.errors import DataError
 
@@ -28,7 +28,7 @@ def label_values(examples: StoredExamples, count: int) -> np.ndarray:
     return values
 
 
-def to_marks(targets: np.ndarray) -> np.ndarray:
+def to_boolean_targets(targets: np.ndarray) -> np.ndarray:
     """Return multi-label targets as booleans: true above 0.5."""
     is_positive: np.ndarray = targets > 0.5
     return is_positive
@@ -51,19 +51,19 @@ def select_held_out(hashes: list[str], labels: np.ndarray, *, share: float, seed
     for texts in [*(texts for texts in strata.values() if len(texts) > 1), singletons]:
         sorted_texts = sorted(texts)  # independent of the record order
         count = min(max(1, round(share * len(sorted_texts))), len(sorted_texts) - 1)
-        for index in permutation(len(sorted_texts), seed=seed, epoch=0, salt=2)[: max(0, count)]:
+        for index in seeded_permutation(len(sorted_texts), seed=seed, epoch=0, salt=2)[: max(0, count)]:
             is_held_out[groups[sorted_texts[index]]] = True
     return is_held_out
 
 
-def oversampled(classes: np.ndarray, *, seed: int) -> np.ndarray:
+def oversample_indices(classes: np.ndarray, *, seed: int) -> np.ndarray:
     """Return example indices in which rarer classes are repeated to the size of the largest class."""
     largest = int(np.bincount(classes).max())
     parts = []
     for class_index in np.unique(classes):
         indices = np.flatnonzero(classes == class_index)
         repeats, remainder = divmod(largest, len(indices))
-        extra = indices[permutation(len(indices), seed=seed, epoch=0, salt=3)[:remainder]]
+        extra = indices[seeded_permutation(len(indices), seed=seed, epoch=0, salt=3)[:remainder]]
         parts += [*[indices] * repeats, extra]
     return np.sort(np.concatenate(parts))
 
@@ -74,7 +74,7 @@ def describe_classes(names: Sequence[str], counts: Sequence[float] | np.ndarray)
     return ", ".join(f"{name} {count}" for name, count in zip(names, formatted, strict=True))
 
 
-def class_counts(labels: Labels, examples: StoredExamples) -> np.ndarray:
+def class_counts(labels: ClassLabels, examples: StoredExamples) -> np.ndarray:
     """Return the number of examples per class, [classes]. Soft labels count as fractions."""
     if labels.multi_label:
         totals: np.ndarray = label_values(examples, len(labels.names)).sum(0)
@@ -84,12 +84,14 @@ def class_counts(labels: Labels, examples: StoredExamples) -> np.ndarray:
 
 
 def hold_out(
-    train: StoredExamples, classes: Labels, *, share: float, seed: int
+    train: StoredExamples, classes: ClassLabels, *, share: float, seed: int
 ) -> tuple[StoredExamples, StoredExamples, Mapping[str, object]]:
     """Split the training examples. Return those that remain, those held out, and a record of the split."""
     hashes = record_hashes(train)
     labels = (
-        to_marks(label_values(train, len(classes.names))) if classes.multi_label else label_values(train, 1)
+        to_boolean_targets(label_values(train, len(classes.names)))
+        if classes.multi_label
+        else label_values(train, 1)
     )
     is_held_out = select_held_out(hashes, labels, share=share, seed=seed)
     if not is_held_out.any():
@@ -105,7 +107,7 @@ def hold_out(
         "hash": "sha256 of the token ids as int64",
         "valid": sorted({hashes[index] for index in valid}),
     }
-    return train.only(remaining), train.only(valid), record
+    return train.select(remaining), train.select(valid), record
 
 
 def exclude_texts(examples: StoredExamples, texts: set[str]) -> StoredExamples:
@@ -116,4 +118,4 @@ def exclude_texts(examples: StoredExamples, texts: set[str]) -> StoredExamples:
             "every hard record equals a training record that was held out",
             hint="set data.valid, or set objective.valid_share to 0",
         )
-    return examples if is_kept.all() else examples.only(np.flatnonzero(is_kept))
+    return examples if is_kept.all() else examples.select(np.flatnonzero(is_kept))

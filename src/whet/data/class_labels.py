@@ -10,7 +10,7 @@ from whet.errors import DataError
 _BOOLEANS = {"True", "False"}  # class names that YAML parsed as booleans
 
 
-class Labels:
+class ClassLabels:
     """The classes of a classification task, by name and by index."""
 
     def __init__(self, names: Sequence[str], *, multi_label: bool = False) -> None:
@@ -18,7 +18,7 @@ class Labels:
         self.multi_label = multi_label
         self._indices = {name: index for index, name in enumerate(self.names)}
 
-    def values(self, fields: dict[str, Any]) -> tuple[float, ...]:  # Any: JSON values
+    def label_values(self, fields: dict[str, Any]) -> tuple[float, ...]:  # Any: JSON values
         """Return the class index, or with `multi_label` a target from 0 to 1 for each class."""
         if self.multi_label:
             labels = fields["labels"] if "labels" in fields else [fields["label"]]

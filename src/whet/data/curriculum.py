@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from whet.data.batches import BatchStream, Step, StepStream, check_lengths, step_batches
-from whet.data.packing import StepSettings, permutation
+from whet.data.packing import StepSettings, seeded_permutation
 from whet.data.tokens.examples import Example, lengths_of
 from whet.errors import CheckpointError, ConfigError, DataError, check_positive
 
@@ -197,7 +197,7 @@ class _ExamplePool:
         if self.in_file_order:
             return index
         if self._planned is None or self._planned[0] != epoch:
-            self._planned = (epoch, permutation(len(self.lengths), seed=self.seed, epoch=epoch))
+            self._planned = (epoch, seeded_permutation(len(self.lengths), seed=self.seed, epoch=epoch))
         return int(self._planned[1][index])
 
 

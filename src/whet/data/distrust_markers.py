@@ -1,7 +1,7 @@
 """English words that the distrust scorer searches for. docs/distrust.md lists and explains them."""
 
 # record fields that describe the source
-DECLARED = ("source_type", "year", "date", "citation_count", "publisher", "metadata")
+DECLARED_FIELDS = ("source_type", "year", "date", "citation_count", "publisher", "metadata")
 
 # (auth_weight, prov_entropy) per declared source_type
 PRIORS: dict[str, tuple[float, float]] = {

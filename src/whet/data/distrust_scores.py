@@ -16,7 +16,7 @@ from whet.data.distrust_markers import CONSENSUS, INSTITUTIONS, PRIMARY, PRIORS,
 from whet.data.sources.compressed_files import missing_path_error
 from whet.data.sources.readers import files_content
 from whet.errors import ConfigError, DataError
-from whet.storage import new_file, write_chunks
+from whet.storage import create_file_atomically, write_chunks
 
 Existing = Literal["error", "keep", "overwrite"]
 FIELDS = ("auth_weight", "prov_entropy")
@@ -180,7 +180,7 @@ def score_file(source: str | Path, target: str | Path, *, existing: Existing = "
     if target.exists():
         raise ConfigError(f"{target} already exists", hint="choose another name, or remove it")
     summary = Summary()
-    with new_file(target) as staging:
+    with create_file_atomically(target) as staging:
         write_chunks(staging, _scored_lines(source, summary, existing))
     return summary
 

@@ -106,7 +106,7 @@ def plan_epoch(
             return _fill_in_order(np.arange(len(lengths)), lengths, settings)
         case "mlx":
             return _plan_mlx(lengths, settings, seed=seed + epoch)
-    order = permutation(len(lengths), seed=seed, epoch=epoch)
+    order = seeded_permutation(len(lengths), seed=seed, epoch=epoch)
     if settings.pack and settings.batch_tokens is not None:
         plan = _pack_best_fit(order, lengths, settings.batch_tokens)
     elif settings.pack:
@@ -114,7 +114,7 @@ def plan_epoch(
     else:
         # equal lengths stay in random order, so that groups differ between epochs
         plan = _fill_in_order(order[np.argsort(lengths[order], kind="stable")], lengths, settings)
-    return _reorder_steps(plan, permutation(len(plan), seed=seed, epoch=epoch, salt=1))
+    return _reorder_steps(plan, seeded_permutation(len(plan), seed=seed, epoch=epoch, salt=1))
 
 
 def _fill_in_order(order: np.ndarray, lengths: np.ndarray, settings: StepSettings) -> EpochPlan:
@@ -184,7 +184,7 @@ def _reorder_steps(plan: EpochPlan, order: np.ndarray) -> EpochPlan:
     return EpochPlan(plan.indices[np.repeat(starts[order], sizes) + offsets], ends)
 
 
-def permutation(count: int, *, seed: int, epoch: int, salt: int = 0) -> np.ndarray:
+def seeded_permutation(count: int, *, seed: int, epoch: int, salt: int = 0) -> np.ndarray:
     """Return a permutation of range(count) that is the same on every platform (sorted SplitMix64 outputs)."""
     start = _mix(_mix(_mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF)) ^ np.uint64(epoch)) ^ np.uint64(salt))
     with np.errstate(over="ignore"):

@@ -12,21 +12,27 @@ import numpy as np
 
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
-from whet.data.class_labels import Labels
+from whet.data.class_labels import ClassLabels
 from whet.data.packing import StepSettings
 from whet.data.sources.source import (
     Format,
     GivenRows,
     Skipped,
     Source,
-    Spec,
+    SourceSpec,
     directory_has_split,
     open_source,
 )
-from whet.data.sources.splits import LEARNED, Split, learned
-from whet.data.tokens.chat_template import text_of
+from whet.data.sources.splits import TRAINING_SPLITS, Split, training_entries
+from whet.data.tokens.chat_template import record_text
 from whet.data.tokens.eos_check import NO_EOS_HINT, count_without_eos, no_eos_message
-from whet.data.tokens.examples import StoredExamples, StoredPairs, cut, cut_pairs, shortening_warning
+from whet.data.tokens.examples import (
+    StoredExamples,
+    StoredPairs,
+    build_examples,
+    build_pairs,
+    shortening_warning,
+)
 from whet.data.tokens.field_audit import Unread, unread_fields
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Question, token_bytes
@@ -50,8 +56,8 @@ class Needs:
     pairs: bool = False
     prompts: bool = False  # only the prompts; the record is passed to the rewards
     columns: tuple[str, ...] = ()
-    labels: Labels | None = None
-    scored: tuple[str, ...] = ()  # fields from which the columns were computed before the run
+    labels: ClassLabels | None = None
+    scored_from: tuple[str, ...] = ()  # fields from which the columns were computed before the run
     valid_share: float = 0.0  # share of each class to hold out for validation without data.valid
     oversample: bool = False  # repeat examples of rare classes
 
@@ -81,11 +87,11 @@ class RunData:
         given: GivenRows = MappingProxyType({}),
     ) -> None:
         self.config = config
-        self.given = given  # records passed from Python, for placeholders in the config
+        self.python_sources = given  # records passed from Python, for placeholders in the config
         self.today = today  # for chat templates that print the date
         data, run = config.data, config.run
         self.needs = needs
-        self.form: Format = "classification" if self.needs.labels is not None else data.format
+        self.record_format: Format = "classification" if self.needs.labels is not None else data.format
         self.steps = StepSettings(
             batch_size=run.batch_size,
             batch_tokens=run.batch_tokens,
@@ -103,22 +109,22 @@ class RunData:
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
         self.prompts: dict[str, Prompts] = {}  # instead of examples, if the objective needs prompts
 
-    def _open(self, spec: Spec, split: Split) -> Source:
+    def _open(self, spec: SourceSpec, split: Split) -> Source:
         data = self.config.data
         return open_source(
             spec,
             split=split,
-            form=self.form,
+            form=self.record_format,
             on_bad=data.on_bad_record,
             ignore=data.ignore,
-            given=self.given,
+            given=self.python_sources,
         )
 
-    def texts(self) -> Iterator[str]:
+    def training_texts(self) -> Iterator[str]:
         """Yield the text of all training records, to train a tokenizer."""
-        for record in itertools.chain(*learned(self.sources)):
+        for record in itertools.chain(*training_entries(self.sources)):
             try:
-                yield text_of(record)
+                yield record_text(record)
             except DataError:  # counted during tokenization
                 if self.config.data.on_bad_record == "error":
                     raise
@@ -133,11 +139,11 @@ class RunData:
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Tokenize every source, or reuse its stored tokens, and log a summary and warnings."""
-        self.use(tokenizer)
+        self.set_tokenizer(tokenizer)
         for name, source in self.sources.items():
             if self.needs.prompts:
                 self.prepare_prompts(name)
-                self._warn_about_unread(name, self.prompts[name].unread)
+                self._warn_about_unread(name, self.prompts[name].unread_fields)
                 continue
             examples = self.prepare_source(name)
             log.info("%s: %s: %s", name, source.name, examples.summary())
@@ -145,24 +151,24 @@ class RunData:
                 log.warning("%s: %s", name, line)
             units = len(examples.store) // (2 if self.needs.pairs else 1)
             can_split = not self.needs.pairs and self.needs.labels is None
-            warning = shortening_warning(examples.sides.counts, units, can_split=can_split)
+            warning = shortening_warning(examples.sides.length_counts, units, can_split=can_split)
             if warning is not None:
                 log.warning("%s: %s: %s", name, *warning)
             self._warn_about_unread(name, examples.store.notes["unread"])
-        self.hold_out()
+        self.hold_out_validation()
         data = self.config.data
         if data.valid is None and directory_has_split(data.train, "valid"):
             log.info(
                 "%s has a valid split, which is not used; set data.valid=%s to use it", data.train, data.train
             )
 
-    def unread(self, unread: Unread) -> Iterator[tuple[str, str]]:
+    def unread_field_warnings(self, unread: Unread) -> Iterator[tuple[str, str]]:
         """Yield a message and a fix for each field that neither the tokens nor the objective use."""
         curriculum, needs = self.config.data.curriculum, self.needs
         used = {
             "group",
             *needs.columns,
-            *needs.scored,
+            *needs.scored_from,
             *(("label", "labels") if needs.labels is not None else ()),
         }
         if curriculum is not None and curriculum.score:
@@ -170,10 +176,10 @@ class RunData:
         return unread_fields(unread, used=None if needs.prompts else used)
 
     def _warn_about_unread(self, name: str, unread: Unread) -> None:
-        for message, hint in self.unread(unread):
+        for message, hint in self.unread_field_warnings(unread):
             log.warning("%s: %s: %s", name, message, hint)
 
-    def hold_out(self) -> None:
+    def hold_out_validation(self) -> None:
         """Hold out validation examples of a classifier, if no validation records are given."""
         share, labels = self.needs.valid_share, self.needs.labels
         if "valid" in self.examples or labels is None or not share:
@@ -187,7 +193,7 @@ class RunData:
         if isinstance(hard := self.examples.get("hard"), StoredExamples):
             self.examples["hard"] = exclude_texts(hard, set(record_hashes(valid)))
 
-    def use(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
+    def set_tokenizer(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Set the tokenizer."""
         data = self.config.data
         self.tokenizer = tokenizer
@@ -198,7 +204,7 @@ class RunData:
             skip_bad=data.on_bad_record == "skip",
             allow_empty=data.allow_empty_answers,
             pairs=self.needs.pairs,
-            form=self.form,
+            form=self.record_format,
             labels=self.needs.labels,
             today=self.today,
         )
@@ -215,13 +221,13 @@ class RunData:
         data = self.config.data
         store = self.preparation.with_columns(self._columns(name)).store(self.sources[name])
         if self.needs.pairs:
-            self.examples[name] = cut_pairs(
+            self.examples[name] = build_pairs(
                 store, max_length=data.max_length, too_long=data.too_long, pack=data.pack
             )
         else:
             judged = self.needs.labels is not None
-            self.examples[name] = cut(
-                store, max_length=data.max_length, too_long=data.too_long, judged=judged
+            self.examples[name] = build_examples(
+                store, max_length=data.max_length, too_long=data.too_long, is_classification=judged
             )
         return self.examples[name]
 
@@ -240,7 +246,7 @@ class RunData:
         if self.prompts[name].skipped.count:
             log.warning("%s: %s", name, self.prompts[name].skipped.summary())
 
-    def check(self, model: LanguageModel) -> None:
+    def check_model_limits(self, model: LanguageModel) -> None:
         """Reject tokens or lengths that the model does not support; warn if EOS is never supervised."""
         for examples in self.examples.values():
             store = examples.store
@@ -267,7 +273,7 @@ class RunData:
         """Warn if no inspected example supervises EOS. `whet data --check` inspects all examples."""
         vocabulary = range(len(self.tokenizer))
         ends = sorted(token for token in stop_tokens(model, self.tokenizer) if token in vocabulary)
-        for name in LEARNED if ends else ():
+        for name in TRAINING_SPLITS if ends else ():
             if name in self.examples and (inspected := count_without_eos(self.examples[name].sides, ends)):
                 message = no_eos_message(self.tokenizer.convert_ids_to_tokens(ends), inspected=inspected)
                 log.warning("%s: %s: %s: %s", name, self.sources[name].name, message, NO_EOS_HINT)
@@ -316,15 +322,15 @@ class RunData:
         if not self.needs.oversample:
             return examples
         assert isinstance(examples, StoredExamples)
-        from whet.data.class_balance import label_values, oversampled
+        from whet.data.class_balance import label_values, oversample_indices
         from whet.data.curriculum import ExampleSubset
 
         classes = label_values(examples, 1)[:, 0].astype(np.int64)
-        indices = oversampled(classes, seed=self.config.run.seed)
+        indices = oversample_indices(classes, seed=self.config.run.seed)
         log.info("oversampled: %d examples from %d", len(indices), len(examples))
         return ExampleSubset(examples, indices)
 
-    def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
+    def evaluation_split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
         """Return the batches of valid or test, and the prompts for evaluation by generation."""
         if name not in self.examples:
             return None

@@ -9,12 +9,12 @@ from typing import Any
 
 from whet.config.placeholder import parse_placeholder
 from whet.data.tokens.tokenize import Question
-from whet.error_boundary import reason
-from whet.errors import ConfigError, RunError, blamed_on
+from whet.error_boundary import error_text
+from whet.errors import ConfigError, RunError, prefix_errors
 from whet.evaluation.exact_match import ExactMatch, compare_answers, exact_match, greedy_answers
 from whet.models.language_model import LanguageModel
-from whet.parallel.fsdp import gathered
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.fsdp import gathered_parameters
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.user_code import bind_arguments, load_user_object
 
 log = logging.getLogger("whet")
@@ -37,7 +37,7 @@ class AnswerMetrics:
         self._functions: dict[str, Callable[..., Any]] = {}  # Any: whatever a user's function returns
         self._computed: set[str] = set()  # names of metrics that were computed at least once
         for name, reference in named.items():
-            with blamed_on(f"eval.metrics.{name}"):
+            with prefix_errors(f"eval.metrics.{name}"):
                 self._functions[name] = _load(reference, given)
 
     def __bool__(self) -> bool:
@@ -48,7 +48,7 @@ class AnswerMetrics:
         answers: Sequence[str],
         records: Sequence[Mapping[str, Any]],  # Any: JSON values
         *,
-        world: World = SOLO,
+        world: World = SINGLE_PROCESS,
     ) -> dict[str, float]:
         """Return eval_NAME of every metric in the order of the config; the main rank computes them.
 
@@ -62,13 +62,13 @@ class AnswerMetrics:
                 is NaN, because a long run should not stop for it.
         """
         values: dict[str, float] = {}
-        with world.watch.patiently("computing metrics"), world.abreast():
+        with world.watchdog.long_operation("computing metrics"), world.sync_errors():
             if world.is_main:
                 values = {
                     f"eval_{name}": self._value(name, function, answers, records)
                     for name, function in self._functions.items()
                 }
-        return world.from_main(values)
+        return world.broadcast(values)
 
     def _value(
         self,
@@ -80,7 +80,7 @@ class AnswerMetrics:
         try:
             value = float(function(list(answers), copy.deepcopy(list(records))))
         except Exception as error:  # user code may raise anything
-            problem = f"the metric {name} failed: {reason(error)}"
+            problem = f"the metric {name} failed: {error_text(error)}"
             if name not in self._computed:
                 raise RunError(
                     problem, hint="it is called with the lists (answers, records), and must return a number"
@@ -100,7 +100,7 @@ def answer_evaluator(
     exact: bool = True,
     metrics: AnswerMetrics | None = None,
     pause: Callable[[], None] = lambda: None,
-    world: World = SOLO,
+    world: World = SINGLE_PROCESS,
 ) -> Callable[[], dict[str, float]]:
     """Return a function that generates one greedy answer per question and computes their metrics.
 
@@ -126,10 +126,10 @@ def answer_evaluator(
     def evaluate() -> dict[str, float]:
         groups = [question.group for question in questions]
         if not metrics:  # exact match alone does not need complete answers
-            with gathered(model):
-                return ExactMatch(world.each(questions, compute_matches), groups).metrics()
-        with gathered(model):
-            answers = world.each(questions, generate_answers)
+            with gathered_parameters(model):
+                return ExactMatch(world.map_items(questions, compute_matches), groups).metrics()
+        with gathered_parameters(model):
+            answers = world.map_items(questions, generate_answers)
         matches = compare_answers(answers, questions).metrics() if exact else {}
         return matches | metrics.compute(answers, [question.record for question in questions], world=world)
 
@@ -147,4 +147,4 @@ def _load(reference: str, given: Functions) -> Callable[..., Any]:  # Any: whate
         function = load_user_object(reference) if placeholder is None else given[placeholder.name]
         return bind_arguments(function, ("answers", "records"))
     except Exception as error:  # importing a user's module may raise anything
-        raise ConfigError(f"{reference} cannot be used: {reason(error)}") from error
+        raise ConfigError(f"{reference} cannot be used: {error_text(error)}") from error

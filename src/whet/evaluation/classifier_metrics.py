@@ -6,7 +6,12 @@ from typing import Any
 import numpy as np
 
 from whet.errors import ConfigError
-from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, count_metrics, mark_metrics
+from whet.objectives.confusion_matrix import (
+    confusion_matrix,
+    confusion_metrics,
+    metrics_from_counts,
+    multi_label_metrics,
+)
 
 Report = dict[str, Any]  # Any: JSON values
 
@@ -42,13 +47,13 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return probabilities
 
 
-def single_report(
+def single_label_report(
     probabilities: np.ndarray,
     labels: np.ndarray,
     names: Sequence[str],
     *,
     seed: int = 0,
-    show: Callable[[int], dict[str, str]] = lambda _: {},
+    describe: Callable[[int], dict[str, str]] = lambda _: {},
 ) -> Report:
     """Return the report of a classifier with one class per text.
 
@@ -107,11 +112,11 @@ def single_report(
             name: _curves(metrics, one_hot[:, i], probabilities[:, i]) for i, name in enumerate(names)
         },
         "baselines": _baselines(labels, classes, seed=seed),
-        "confused": _confused_pairs(matrix, labels, predicted, probabilities, names, show),
+        "confused": _confused_pairs(matrix, labels, predicted, probabilities, names, describe),
     }
 
 
-def marked_report(
+def multi_label_report(
     probabilities: np.ndarray, targets: np.ndarray, names: Sequence[str], *, seed: int = 0
 ) -> Report:
     """Return the report of a multi-label classifier.
@@ -144,7 +149,7 @@ def marked_report(
         "examples": len(labels),
         "classes": list(names),
         "multi_label": True,
-        **mark_metrics(labels, predicted),
+        **multi_label_metrics(labels, predicted),
         "f1_weighted": float(f1 @ support / max(1, support.sum())),
         "f1_samples": float(overlaps.mean()),
         "hamming": float((labels != predicted).mean()),
@@ -169,7 +174,7 @@ def marked_report(
         "reliability": bins,
         "curves": {name: _curves(metrics, labels[:, i], probabilities[:, i]) for i, name in enumerate(names)},
         "baselines": {
-            "majority": mark_metrics(labels, np.broadcast_to(is_frequent, labels.shape)),
+            "majority": multi_label_metrics(labels, np.broadcast_to(is_frequent, labels.shape)),
             "random": _random_label_metrics(labels, seed=seed),
         },
     }
@@ -245,7 +250,7 @@ def _intervals(matrix: np.ndarray, *, seed: int) -> dict[str, list[float]]:
             np.bincount(indices, counts, minlength=classes)
             for indices, counts in ((labels, cells), (predicted, cells), (labels[correct], cells[correct]))
         )
-        samples.append(count_metrics(hits, support, positives))
+        samples.append(metrics_from_counts(hits, support, positives))
     return {
         name: _percentiles(np.array([sample[name] for sample in samples]))
         for name in ("accuracy", "f1_macro", "mcc")
@@ -255,7 +260,7 @@ def _intervals(matrix: np.ndarray, *, seed: int) -> dict[str, list[float]]:
 def _multi_label_intervals(labels: np.ndarray, predicted: np.ndarray, *, seed: int) -> dict[str, list[float]]:
     rng = np.random.default_rng(seed)
     resamples = [rng.integers(len(labels), size=len(labels)) for _ in range(RESAMPLES)]
-    samples = [mark_metrics(labels[indices], predicted[indices]) for indices in resamples]
+    samples = [multi_label_metrics(labels[indices], predicted[indices]) for indices in resamples]
     return {name: _percentiles(np.array([sample[name] for sample in samples])) for name in samples[0]}
 
 
@@ -278,7 +283,7 @@ def _random_class_metrics(labels: np.ndarray, classes: int, *, seed: int) -> dic
     """Return the expected metrics of uniformly random classes; F1 is a mean over sampled class counts."""
     support, total = np.bincount(labels, minlength=classes), len(labels)
     positives = np.random.default_rng(seed).multinomial(total, np.full(classes, 1 / classes), size=RESAMPLES)
-    f1 = count_metrics(support * positives / total, support, positives)["f1_macro"]
+    f1 = metrics_from_counts(support * positives / total, support, positives)["f1_macro"]
     return {
         "accuracy": 1 / classes,
         "balanced_accuracy": 1 / classes,

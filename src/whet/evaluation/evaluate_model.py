@@ -7,8 +7,8 @@ from typing import Any
 from whet.data.batches import evaluation_batches
 from whet.data.packing import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
 from whet.data.sources.source import Record, Source
-from whet.data.tokens.chat_template import NothingToLearnError, Supervise
-from whet.data.tokens.examples import TooLong, cut
+from whet.data.tokens.chat_template import NothingToSuperviseError, Supervise
+from whet.data.tokens.examples import TooLong, build_examples
 from whet.data.tokens.field_audit import unread_fields
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Question, token_bytes
@@ -28,10 +28,11 @@ log = logging.getLogger("whet")
 def _unsupported_record(record: Record) -> DataError:
     """Return the error for a record without a next-token loss."""
     hint = "use records with messages, with prompt and completion, or with text"
-    if record.shape == "preference":
+    if record.record_format == "preference":
         hint += "; a run evaluates preference pairs as data.valid or data.test"
     return DataError(
-        f"{record.origin}: whet eval computes a next-token loss, and a {record.shape} record has none",
+        f"{record.origin}: whet eval computes a next-token loss, and a {record.record_format} record has "
+        "none",
         hint=hint,
     )
 
@@ -66,8 +67,8 @@ class ModelEvaluation:
         preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise, allow_empty=True)
         try:
             store = preparation.store(source)
-            examples = cut(store, max_length=max_length, too_long=too_long)
-        except NothingToLearnError as error:
+            examples = build_examples(store, max_length=max_length, too_long=too_long)
+        except NothingToSuperviseError as error:
             raise _unsupported_record(error.record) from error
         self.summary = examples.summary()
         for message, _ in unread_fields(store.notes["unread"], used={"group"}):

@@ -61,7 +61,7 @@ class StaticDecodeBatch:
 
     def _grow_cache(self) -> None:
         slots = cache_slots(self._filled, self.max_tokens - self._steps_done)
-        self.cache.fix(self._slot, slots)
+        self.cache.make_static(self._slot, slots)
         padding = (0, slots - self._visible.shape[1])
         self._visible = torch.nn.functional.pad(self._visible, padding)
         self._slots = torch.nn.functional.pad(self._slots, padding)
@@ -145,7 +145,7 @@ class StaticDecodeBatch:
             return
         rows = torch.tensor(self._live, device=self._token.device)
         self._live = list(range(len(self._live)))
-        self.cache.keep(rows)
+        self.cache.select_rows(rows)
         self.sampler.keep(rows)
         self._visible, self._slots = self._visible[rows], self._slots[rows]
         self._position, self._token = self._position[rows], self._token[rows]

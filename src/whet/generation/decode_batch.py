@@ -38,7 +38,7 @@ class DecodeBatch:
         if shared >= _MIN_SHARED_PREFIX:
             prefix = torch.tensor([unique[0][:shared]], device=device)
             model.hidden(prefix, None, Layout(visible=torch.ones_like(prefix, dtype=torch.bool)), self.cache)
-            self.cache.keep(torch.zeros(len(unique), dtype=torch.long, device=device))
+            self.cache.select_rows(torch.zeros(len(unique), dtype=torch.long, device=device))
         else:
             shared = 0
         self._prefill([prompt[shared:] for prompt in unique], shared)
@@ -77,7 +77,7 @@ class DecodeBatch:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Continue with the rows of these indices, in this order; an index may occur several times."""
-        self.cache.keep(rows)
+        self.cache.select_rows(rows)
         self.visible, self.slots = self.visible[rows], self.slots[rows]
         self.next_position, self.hidden = self.next_position[rows], self.hidden[rows]
 

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
-from whet.adapters.adapter import unchanging
+from whet.adapters.adapter import constant_weights
 from whet.errors import DataError
 from whet.generation.cuda_graph import StaticDecodeBatch, graph_unsupported_reason
 from whet.generation.decode_batch import DecodeBatch
 from whet.generation.sampling import Sampling, TokenSampler, row_seeds
-from whet.models.language_model import LanguageModel, evaluating, uncompiled
+from whet.models.language_model import LanguageModel, eager_layers, eval_mode
 from whet.ops.kernels import fused_decode
 
 # called with the index of a row and its tokens so far, without stop tokens; returning False ends the row
@@ -77,7 +77,7 @@ def complete(
 @contextlib.contextmanager
 def decoding_mode(model: LanguageModel) -> Iterator[None]:
     """Prepare a model for token-by-token decoding within the `with` block: eval mode, no compilation."""
-    with evaluating(model), uncompiled(model), unchanging(model), fused_decode.decoding():
+    with eval_mode(model), eager_layers(model), constant_weights(model), fused_decode.fused_decoding():
         yield
 
 

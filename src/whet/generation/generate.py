@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from whet.data.tokens.chat_template import render_chat
-from whet.data.tokens.tokenize import open_ids, tokenize
+from whet.data.tokens.tokenize import encode_prompt_ids, tokenize
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens
 from whet.generation.sampling import Sampling
@@ -81,7 +81,7 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
     messages = prompt_or_messages
     if isinstance(messages, str):
         if not tokenizer.chat_template:
-            return open_ids(tokenizer, _check_unicode(messages))
+            return encode_prompt_ids(tokenizer, _check_unicode(messages))
         messages = [{"role": "user", "content": messages}]
     if not tokenizer.chat_template:
         raise DataError("messages need a chat template, and this tokenizer has none", hint="pass plain text")
@@ -91,8 +91,8 @@ def encode_prompt(tokenizer: Any, prompt_or_messages: str | Messages) -> list[in
         raise DataError(
             "messages must be objects with a role and a content", hint="pass plain text as a string"
         )
-    rendered = _check_unicode(render_chat(tokenizer, messages, prompt=True))
-    return tokenize(tokenizer, rendered, special=False)
+    rendered = _check_unicode(render_chat(tokenizer, messages, add_generation_prompt=True))
+    return tokenize(tokenizer, rendered, add_special_tokens=False)
 
 
 def _check_unicode(text: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whet.data.tokens.tokenize import is_byte, special_tokens
+from whet.data.tokens.tokenize import is_byte_token, special_tokens
 from whet.errors import ConfigError
 from whet.generation.engine import StopWatcher
 
@@ -79,7 +79,7 @@ class TextStream:
         if self.on_text is None:
             return text
         count, name = len(tokens), self.tokenizer.convert_ids_to_tokens
-        while count and is_byte(name(tokens[count - 1]) or ""):
+        while count and is_byte_token(name(tokens[count - 1]) or ""):
             count -= 1
         return text if count == len(tokens) else decode(self.tokenizer, tokens[:count])
 

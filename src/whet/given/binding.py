@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.config.load_config import ConfigLike, as_config, make_config, read_values, to_dict
+from whet.config.load_config import ConfigLike, read_sections, to_config, to_dict, validate_config
 from whet.config.placeholder import Placeholder, parse_placeholder
 from whet.config.run_config import RunConfig
 from whet.errors import CheckpointError, ConfigError, WhetError
@@ -26,10 +26,10 @@ def bind_config(config: ConfigLike, given: Given) -> RunConfig:
         ConfigError: An object is missing, differs from the one in the config, or fits no key of it.
     """
     if not given:
-        bound = as_config(config)
+        bound = to_config(config)
     else:
         values, origin = _values(config)
-        bound = make_config(insert_placeholders(values, given), origin=origin)
+        bound = validate_config(insert_placeholders(values, given), origin=origin)
     _check(bound, given, "the config", ConfigError, "whet.train(config{})")
     return bound
 
@@ -69,7 +69,7 @@ def insert_placeholders(values: Values, given: Given) -> dict[str, Any]:  # Any:
 def _values(config: ConfigLike) -> tuple[Values, str]:
     if isinstance(config, RunConfig):
         return config.model_dump(mode="json", by_alias=True, exclude_unset=True), "config"
-    return (config, "config") if isinstance(config, Mapping) else (read_values(config), str(config))
+    return (config, "config") if isinstance(config, Mapping) else (read_sections(config), str(config))
 
 
 def _map_placeholders(

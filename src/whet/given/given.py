@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from whet.config.placeholder import is_object_name, make_placeholder
-from whet.data.sources.splits import NAMES
+from whet.data.sources.splits import SPLIT_ALIASES
 from whet.errors import ConfigError
 
 if TYPE_CHECKING:
     from whet.data.sources.python_rows import PythonRows
 
 Function = Callable[..., Any]  # Any: the return value of a user's function
-_SPLIT_OF = {alias: split for split, aliases in NAMES.items() for alias in aliases}
+_SPLIT_OF = {alias: split for split, aliases in SPLIT_ALIASES.items() for alias in aliases}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.model_io.file_checks import check_links
 from whet.models.spec import ModelSpec
@@ -49,7 +49,7 @@ def read_spec(
 ) -> ModelSpec:  # Any: JSON values
     """Convert a config.json to the model spec of a native family."""
     try:
-        with wrong_input(f"{directory / CONFIG} is invalid"):
+        with invalid_input_errors(f"{directory / CONFIG} is invalid"):
             spec: ModelSpec = family.from_config(config)
     except ModelError as error:
         if CONFIG in error.message:

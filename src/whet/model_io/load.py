@@ -12,30 +12,30 @@ from whet.config.load_config import load_config
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
 from whet.config.preset import Preset
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.hardware import choose_device, choose_precision
-from whet.model_io.checkpoint_weights import put_trained, read_trained
+from whet.model_io.checkpoint_weights import copy_trained_parameters, read_trained_parameters
 from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
 from whet.model_io.formats.adapter_files import NF4_BASE, QUANTIZATION_FILE, load_adapter
 from whet.model_io.formats.classifier_head import SCORE, is_classifier
-from whet.model_io.hub import resolve
+from whet.model_io.hub import resolve_model
 from whet.model_io.resolve import (
     absolute_path_or_name,
-    at_home,
-    base_of,
-    below_checkpoint,
+    base_model_of,
     config_of_checkpoint,
-    usable_directory,
+    expand_user,
+    local_model_directory,
+    starting_model,
 )
 from whet.model_io.safetensors import TensorFiles, load_parameters
-from whet.model_io.tokenizer import tokenizer_of
+from whet.model_io.tokenizer import load_model_tokenizer
 from whet.models import families
 from whet.models.decoder import Decoder
-from whet.models.heads import HEADS, WithHeads
+from whet.models.heads import HEADS_PREFIX, ModelWithHeads
 from whet.models.language_model import LanguageModel
-from whet.run_directory import CONFIG_FILE, run_of
+from whet.run_directory import CONFIG_FILE, run_directory_of
 from whet.storage import MANIFEST, check_manifest, read_json
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def load(
         ModelError: If the model cannot be found or read, or if it is a classifier.
     """
     check_not_classifier(name_or_path)
-    return load_body(name_or_path, dtype=dtype, device=device)
+    return load_without_head(name_or_path, dtype=dtype, device=device)
 
 
 def check_not_classifier(name_or_path: str | Path) -> None:
@@ -72,23 +72,25 @@ def check_not_classifier(name_or_path: str | Path) -> None:
     config = config_of_checkpoint(name_or_path)
     if config is not None and not isinstance(config.objective, ClassifyObjective):
         return
-    if config is not None or is_classifier(usable_directory(name_or_path)):
+    if config is not None or is_classifier(local_model_directory(name_or_path)):
         raise ModelError(
             f"{name_or_path} is a classifier, not a language model",
             hint=f'use whet classify {name_or_path} "some text", or whet.Classifier.load',
         )
 
 
-def load_body(
+def load_without_head(
     name_or_path: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
     """Load a model like `load`, or the model without the head in the case of a classifier."""
-    if ((path := at_home(name_or_path)) / MANIFEST).is_file():
+    if ((path := expand_user(name_or_path)) / MANIFEST).is_file():
         return _load_checkpoint(path, dtype=dtype, device=device)
-    target = usable_directory(name_or_path)
-    if (base := base_of(target)) is None:
+    target = local_model_directory(name_or_path)
+    if (base := base_model_of(target)) is None:
         extra = {SCORE} if is_classifier(target) else ()
-        return load_model(target, dtype=dtype, device=device, extra_tensors=extra), tokenizer_of(target)
+        return load_model(target, dtype=dtype, device=device, extra_tensors=extra), load_model_tokenizer(
+            target
+        )
     assert isinstance(target, Path)
     if not (target / QUANTIZATION_FILE).is_file():
         model, _ = load_base(base, dtype=dtype, device=device)
@@ -100,7 +102,7 @@ def load_body(
         model = _load_quantized(base, dtype=dtype, device=device)
     model.name = absolute_path_or_name(base)  # also if the base is itself an adapter
     load_adapter(model, target)
-    return model.eval(), tokenizer_of(target)
+    return model.eval(), load_model_tokenizer(target)
 
 
 def _load_quantized(
@@ -108,17 +110,17 @@ def _load_quantized(
 ) -> LanguageModel:
     torch_device = choose_device(str(device or "auto"))
     dtype = dtype or choose_precision("auto", torch_device).frozen
-    return load_quantised(name, dtype=dtype, device=torch_device)
+    return load_quantized(name, dtype=dtype, device=torch_device)
 
 
-def load_quantised(name_or_path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+def load_quantized(name_or_path: str | Path, *, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     """Load a base model quantized to NF4, without its tokenizer."""
     # quantized from float32, which represents every stored dtype, so that the codes do not depend on the
     # precision of the run
     model, _ = load_base(name_or_path, dtype=torch.float32, device="cpu")
-    from whet.adapters.qlora import quantise_base
+    from whet.adapters.qlora import quantize_base
 
-    return quantise_base(model, device=device, dtype=dtype)
+    return quantize_base(model, device=device, dtype=dtype)
 
 
 def _load_checkpoint(
@@ -132,7 +134,7 @@ def _load_checkpoint(
             hint="build the model, then call whet.load_checkpoint(path, model)",
         )
     check_manifest(checkpoint)
-    tokenizer, base = tokenizer_of(checkpoint), below_checkpoint(checkpoint)
+    tokenizer, base = load_model_tokenizer(checkpoint), starting_model(checkpoint)
     assert base is not None
     if isinstance(base, Preset):
         from whet.models.from_scratch.new_model import new_model
@@ -145,15 +147,15 @@ def _load_checkpoint(
         model = _load_quantized(base, dtype=dtype, device=device)
     else:
         model, _ = load_base(base, dtype=dtype, device=device)
-    model.name = absolute_path_or_name(base_of(checkpoint) or checkpoint)
+    model.name = absolute_path_or_name(base_model_of(checkpoint) or checkpoint)
     if config.method.kind == "full":
         model.requires_grad_(True)
     else:
         attach_from_config(model, config.method)
-    weights = read_trained(model, checkpoint, extra_prefix=HEADS)
+    weights = read_trained_parameters(model, checkpoint, extra_prefix=HEADS_PREFIX)
     for name, tensor in weights.items():
         check_weight(tensor, name, checkpoint)
-    put_trained(model, weights)
+    copy_trained_parameters(model, weights)
     return model.eval(), tokenizer
 
 
@@ -182,11 +184,11 @@ def load_model(
 
     The files may contain `extra_tensors`, which are ignored because they are not part of the model.
     """
-    directory = resolve(str(name_or_path))
+    directory = resolve_model(str(name_or_path))
     torch_device = choose_device(str(device or "auto"))
     dtype = dtype or choose_precision("auto", torch_device).frozen
     config = read_config(directory)
-    choice = families.choose(config)
+    choice = families.choose_family(config)
     if choice.family is None:
         log.info("model: through transformers (%s)", choice.reason)
         try:
@@ -221,13 +223,15 @@ def _load_native(
         raise ModelError(
             f"{directory}: config.json has {len(spec.blocks)} layers, but there are only {stored} tensors"
         )
-    experts = max((mixture.experts for mixture in spec.mixtures), default=0)
-    with wrong_input(f"{directory / 'config.json'} is invalid"), torch.device("meta"):
+    experts = max((mixture.experts for mixture in spec.expert_specs), default=0)
+    with invalid_input_errors(f"{directory / 'config.json'} is invalid"), torch.device("meta"):
         model = Decoder(spec, source_config=config)
     names = {name: family.hf_name(name) for name in model.state_dict()}
     # files store experts as separate tensors; older versions of whet wrote the fused tensors
     unfused = [name for name in names if names[name] not in files] if experts <= stored else []
-    parts = {name: tensors for name in unfused if (tensors := families.stored_parts(spec, name)) is not None}
+    parts = {
+        name: tensors for name in unfused if (tensors := families.stored_tensor_names(spec, name)) is not None
+    }
     prefix = getattr(family, "PREFIX", "")
     if prefix and not any(name.startswith(prefix) for name in files):
         # old checkpoints of the model without its head omit the prefix
@@ -266,7 +270,7 @@ def load_with_heads(
         ModelError: If the checkpoint does not belong to a run with objective.kind: mtp.
     """
     checkpoint = Path(checkpoint)
-    config = run_of(checkpoint) / CONFIG_FILE
+    config = run_directory_of(checkpoint) / CONFIG_FILE
     objective = load_config(config).objective if config.is_file() else None
     if not isinstance(objective, MTPObjective):
         raise ModelError(
@@ -275,9 +279,9 @@ def load_with_heads(
             " heads",
         )
     model, tokenizer = load(checkpoint, dtype=dtype, device=device)
-    from whet.models.mtp import block_of, new_heads
+    from whet.models.mtp import mtp_block_spec, new_prediction_heads
 
-    heads = new_heads(model, objective.n_predict, block_of(model, objective))
-    both = WithHeads(model, heads)
-    put_trained(both, read_trained(both, checkpoint))
+    heads = new_prediction_heads(model, objective.n_predict, mtp_block_spec(model, objective))
+    both = ModelWithHeads(model, heads)
+    copy_trained_parameters(both, read_trained_parameters(both, checkpoint))
     return model, heads.requires_grad_(False).eval(), tokenizer

@@ -10,11 +10,11 @@ from typing import Any  # everywhere below: transformers ships no types, and con
 
 import torch
 
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.model_io.file_checks import check_weight, weight_problem
 from whet.model_io.safetensors import TensorFiles
-from whet.models.transformers_bridge import Bridge, field_of
+from whet.models.transformers_bridge import Bridge, config_field
 from whet.ops.attention import Layout
 
 log = logging.getLogger("whet")
@@ -39,13 +39,13 @@ def load_bridge(
         if logging.is_progress_bar_enabled():
             stack.callback(logging.enable_progress_bar)
         logging.disable_progress_bar()
-        with wrong_input(f"transformers cannot load {directory}"):
+        with invalid_input_errors(f"transformers cannot load {directory}"):
             tensors = dict(files.read({name for name in files if name not in extra_tensors}))
             model = _load_causal_lm(directory, tensors, dtype=dtype)
             _check_weights(model, tensors, files)
             del tensors
             bridge = Bridge(model.to(device))
-        with wrong_input(
+        with invalid_input_errors(
             f"transformers loads {directory}, but its {type(model).__name__} fails on a few tokens"
         ):
             _check_behavior(bridge)
@@ -106,7 +106,7 @@ def _load_causal_lm(directory: Path, tensors: dict[str, torch.Tensor], *, dtype:
         state_dict=tensors,
         dtype=dtype,
         # None selects SDPA if the class supports it, else eager; SDPA has no softcap of attention logits
-        attn_implementation="eager" if field_of(config, "attn_logit_softcapping") else None,
+        attn_implementation="eager" if config_field(config, "attn_logit_softcapping") else None,
         ignore_mismatched_sizes=True,  # so that they are reported with their names
         output_loading_info=True,
     )
@@ -168,7 +168,7 @@ def _decode_ragged(bridge: Bridge, tokens: torch.Tensor) -> torch.Tensor:
     positions = (visible.cumsum(1) - 1).clamp(min=0)
     cache = bridge.new_cache()
     bridge.hidden(rows[:, :11], positions[:, :11], Layout(visible=visible[:, :11]), cache)
-    cache.keep(torch.tensor([1, 0], device=tokens.device))
+    cache.select_rows(torch.tensor([1, 0], device=tokens.device))
     return bridge.hidden(rows[[1, 0], 11:], positions[[1, 0], 11:], Layout(visible=visible[[1, 0]]), cache)
 
 

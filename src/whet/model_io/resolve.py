@@ -8,22 +8,22 @@ from whet.config.run_config import RunConfig
 from whet.errors import ModelError, WhetError
 from whet.model_io.file_checks import check_links
 from whet.model_io.formats.adapter_files import CONFIG
-from whet.run_directory import BASE, CONFIG_FILE, FINAL, run_of
+from whet.run_directory import BASE_DIRECTORY, CONFIG_FILE, FINAL_DIRECTORY, run_directory_of
 from whet.storage import MANIFEST, read_json
 
 
-def base_of(target: str | Path) -> str | None:
+def base_model_of(target: str | Path) -> str | None:
     """Return the base model of an adapter directory or checkpoint, or None for anything else.
 
     Raises:
         ModelError: If the chain of base models is circular.
     """
     first = _named_base(target)
-    base, visited = first, {str(at_home(target).resolve())}
+    base, visited = first, {str(expand_user(target).resolve())}
     while base is not None:
         try:
-            directory = usable_directory(base)
-            name = str(at_home(directory).resolve()) if isinstance(directory, Path) else directory
+            directory = local_model_directory(base)
+            name = str(expand_user(directory).resolve()) if isinstance(directory, Path) else directory
             base = _named_base(directory)
         except WhetError:  # reported when the base is loaded
             return first
@@ -38,15 +38,19 @@ def base_of(target: str | Path) -> str | None:
 
 def _named_base(target: str | Path) -> str | None:
     if (config := config_of_checkpoint(target)) is not None:
-        stored_base = run_of(at_home(target)) / BASE
+        stored_base = run_directory_of(expand_user(target)) / BASE_DIRECTORY
         if config.method.kind == "full":
             return None
         return str(stored_base if (stored_base / "config.json").is_file() else config.language_model)
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
     run = target.parent
-    if target.name == FINAL and (run / CONFIG_FILE).is_file() and (run / BASE / "config.json").is_file():
-        return str(run / BASE)  # also if the run directory was moved
+    if (
+        target.name == FINAL_DIRECTORY
+        and (run / CONFIG_FILE).is_file()
+        and (run / BASE_DIRECTORY / "config.json").is_file()
+    ):
+        return str(run / BASE_DIRECTORY)  # also if the run directory was moved
     check_links(target)
     adapter_config = read_json(target / CONFIG)
     # the key of PEFT, or that of mlx-lm
@@ -58,24 +62,24 @@ def _named_base(target: str | Path) -> str | None:
 
 def config_of_checkpoint(name_or_path: str | Path) -> RunConfig | None:
     """Return the config of the run that a checkpoint belongs to, or None for anything else."""
-    path = at_home(name_or_path)
-    config = run_of(path) / CONFIG_FILE
+    path = expand_user(name_or_path)
+    config = run_directory_of(path) / CONFIG_FILE
     return load_config(config) if (path / MANIFEST).is_file() and config.is_file() else None
 
 
-def below_checkpoint(name_or_path: str | Path) -> str | Preset | None:
+def starting_model(name_or_path: str | Path) -> str | Preset | None:
     """Return the model that the run of a checkpoint started from, or None if it is not a checkpoint."""
     config = config_of_checkpoint(name_or_path)
-    return None if config is None else base_of(name_or_path) or config.language_model
+    return None if config is None else base_model_of(name_or_path) or config.language_model
 
 
 def absolute_path_or_name(name_or_path: str | Path) -> str:
     """Return the absolute path if it exists, else the name unchanged."""
-    path = at_home(name_or_path)
+    path = expand_user(name_or_path)
     return str(path.absolute()) if path.exists() else str(name_or_path)
 
 
-def at_home(name_or_path: str | Path) -> Path:
+def expand_user(name_or_path: str | Path) -> Path:
     """Return the path with ~ expanded to the user's home directory."""
     try:
         return Path(name_or_path).expanduser()
@@ -83,14 +87,14 @@ def at_home(name_or_path: str | Path) -> Path:
         return Path(name_or_path)
 
 
-def usable_directory(name_or_path: str | Path) -> str | Path:
+def local_model_directory(name_or_path: str | Path) -> str | Path:
     """Return the directory of a local model, adapter or checkpoint, or `final/` of a finished run.
 
     Anything else is returned unchanged as a name.
     """
-    path = at_home(name_or_path)
-    if (path / FINAL).is_dir():
-        return path / FINAL
+    path = expand_user(name_or_path)
+    if (path / FINAL_DIRECTORY).is_dir():
+        return path / FINAL_DIRECTORY
     if (path / CONFIG_FILE).is_file():
         raise ModelError(
             f"{path} is a run that has not finished: it has no final/",

@@ -9,22 +9,22 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.model_io.file_checks import check_links, check_weight
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.families.moe import split_parts
 from whet.storage import (
     SAFETENSORS_DTYPES,
-    clear_leftovers,
-    new_directory,
+    create_directory_atomically,
     read_json,
+    remove_temporary_files,
     write_json,
     write_safetensors,
 )
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9
 _DTYPES = {name: getattr(torch, dtype.removeprefix("torch.")) for dtype, name in SAFETENSORS_DTYPES.items()}
 
@@ -57,10 +57,10 @@ class TensorFiles:
     def _shards(self) -> list[Path]:
         index = self.directory / INDEX
         if not index.is_file():
-            single = self.directory / SINGLE
+            single = self.directory / WEIGHTS_FILE
             if not single.is_file():
                 raise ModelError(
-                    f"{self.directory} contains neither {SINGLE} nor {INDEX}",
+                    f"{self.directory} contains neither {WEIGHTS_FILE} nor {INDEX}",
                     hint="whet reads safetensors and GGUF; pickled weights (.bin, .pt) are never loaded",
                 )
             return [single]
@@ -88,7 +88,7 @@ class TensorFiles:
         with _open(self._files[name]) as shard:
             return tuple(shard.get_slice(name).get_shape())
 
-    def described(self, name: str) -> torch.Tensor:
+    def meta_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor on the meta device with the stored shape and dtype."""
         with _open(self._files[name]) as shard:
             header = shard.get_slice(name)
@@ -118,13 +118,13 @@ class TensorFiles:
 
 
 def _open(path: Path) -> Any:  # Any: safetensors ships no types
-    with wrong_input(f"{path} is not a readable safetensors file"):
+    with invalid_input_errors(f"{path} is not a readable safetensors file"):
         return safe_open(str(path), framework="pt", device="cpu")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a safetensors file, and raise ModelError if one is not a valid weight."""
-    with wrong_input(f"{path} cannot be read"):
+    with invalid_input_errors(f"{path} cannot be read"):
         tensors: dict[str, torch.Tensor] = load_file(path)
     for name, tensor in tensors.items():
         check_weight(tensor, name, path)
@@ -228,8 +228,8 @@ def write_model_directory(
     With `compute_tensor`, `tensors` only has shapes and dtypes, and each tensor is computed when it is
     written. `write_extra_files` is called with the directory before the weights are written.
     """
-    clear_leftovers(directory.parent, of=directory.name)
-    with new_directory(directory) as staging:
+    remove_temporary_files(directory.parent, only_name=directory.name)
+    with create_directory_atomically(directory) as staging:
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
         if source is not None and (source / "generation_config.json").is_file():
@@ -241,12 +241,12 @@ def write_model_directory(
             write_extra_files(staging)
         shards = _split_into_shards(tensors, max_shard_bytes)
         if len(shards) == 1:
-            write_safetensors(staging / SINGLE, shards[0], make=compute_tensor)
+            write_safetensors(staging / WEIGHTS_FILE, shards[0], create_tensor=compute_tensor)
             return
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_safetensors(staging / name, shard, make=compute_tensor)
+            write_safetensors(staging / name, shard, create_tensor=compute_tensor)
             weight_map |= dict.fromkeys(shard, name)
         total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import Adapter, adapted
+from whet.adapters.adapter import Adapter, named_adapters
 from whet.adapters.nf4 import NF4Linear
 from whet.model_io.formats.classifier_head import StoredHead
 from whet.model_io.safetensors import (
@@ -31,7 +31,7 @@ def save(
         directory: The directory to write. An existing non-empty directory is never overwritten.
         classifier: The head of a classifier, saved with the model.
     """
-    plain = {name: module.merged() for name, module in adapted(model)}
+    plain = {name: module.merged() for name, module in named_adapters(model)}
     plain |= {name: layer.merged() for name, layer in _quantized_layers(model) if not name.endswith(".base")}
     save_model(
         model,
@@ -49,7 +49,7 @@ def save_base(
 ) -> None:  # Any: a transformers tokenizer
     """Write the base model that the adapters were trained on as a Hugging Face model directory."""
     plain: dict[str, Mapping[str, torch.Tensor]] = {
-        name: dict(module.base.named_parameters()) for name, module in adapted(model)
+        name: dict(module.base.named_parameters()) for name, module in named_adapters(model)
     }
     plain |= {name.removesuffix(".base"): layer.merged() for name, layer in _quantized_layers(model)}
     save_model(model, tokenizer, directory, state=_plain_state(model, plain))
@@ -96,7 +96,9 @@ def save_model(
     `extra_tensors`, `config` (additional config.json keys) and `write_extra_files`, which is called with the
     directory, add the parts of a classifier.
     """
-    tensors = model.state_in_files(model.state_dict() if state is None else state) | dict(extra_tensors or {})
+    tensors = model.to_hf_state_dict(model.state_dict() if state is None else state) | dict(
+        extra_tensors or {}
+    )
     # names that share storage are tied, which config.json states, so the tensor is written once
     seen: dict[tuple[int, torch.Size], str] = {}
     unique = {

@@ -21,19 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from whet.errors import CheckpointError
 
-MOMENT = "::"  # separates the name of a weight from the name of its optimizer state
-SHARD = "shard-{:05d}.safetensors"  # the file of a rank, counted from 1
+STATE_SEPARATOR = "::"  # separates the name of a weight from the name of its optimizer state
+SHARD_FILE = "shard-{:05d}.safetensors"  # the file of a rank, counted from 1
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorInfo:
     """The full shape and the dtype of a stored tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-def is_cut(tensor: torch.Tensor) -> bool:
+def is_sharded_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is sharded, so that this process has only a part of it."""
     return isinstance(tensor, DTensor)
 
@@ -43,7 +43,7 @@ def has_shards(directory: Path) -> bool:
     return any(directory.glob("shard-*.safetensors"))
 
 
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+def read_tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     """Return shape and dtype of every tensor in a directory, by name.
 
     Raises:
@@ -59,11 +59,11 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         if stored != math.prod(tensor.size):  # checked before memory of the claimed size is allocated
             raise CheckpointError(f"{directory}: the shards of {name} are incomplete")
-        tensors[name] = StoredTensor(tensor.size, tensor.properties.dtype)
+        tensors[name] = TensorInfo(tensor.size, tensor.properties.dtype)
     return tensors
 
 
-def fill(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+def read_into(tensors: dict[str, torch.Tensor], directory: Path) -> None:
     """Read tensors by name into the given ones. Sharded tensors receive only the part of this process."""
     try:
         with warnings.catch_warnings(action="ignore"):  # DCP warns that this process reads independently
@@ -80,20 +80,20 @@ def fill(tensors: dict[str, torch.Tensor], directory: Path) -> None:
 
 def read_like(templates: Mapping[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
     """Return tensors of a directory, sharded like the template of the same name, in the files' dtype."""
-    stored = stored_tensors(directory)
+    stored = read_tensor_infos(directory)
     tensors = {
         name: torch.empty_like(template, dtype=stored[name].dtype) for name, template in templates.items()
     }
-    fill(tensors, directory)
+    read_into(tensors, directory)
     return tensors
 
 
-def whole_tensors(directory: Path, is_selected: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
+def read_full_tensors(directory: Path, is_selected: Callable[[str], bool] = bool) -> dict[str, torch.Tensor]:
     """Return full tensors of a directory on the CPU: all, or those whose names are selected."""
     tensors = {
         name: torch.empty(stored.shape, dtype=stored.dtype)
-        for name, stored in stored_tensors(directory).items()
+        for name, stored in read_tensor_infos(directory).items()
         if is_selected(name)
     }
-    fill(tensors, directory)
+    read_into(tensors, directory)
     return tensors

@@ -6,47 +6,47 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.preset import Preset
-from whet.error_boundary import panics_hidden, wrong_input
+from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.model_io.file_checks import check_links
-from whet.model_io.hub import resolve
-from whet.model_io.resolve import at_home, base_of, below_checkpoint, usable_directory
+from whet.model_io.hub import resolve_model
+from whet.model_io.resolve import base_model_of, expand_user, local_model_directory, starting_model
 from whet.model_io.safetensors import (
     TOKENIZER_FILES,
 )
-from whet.run_directory import TOKENIZER, run_of
+from whet.run_directory import TOKENIZER_DIRECTORY, run_directory_of
 
 log = logging.getLogger("whet")
 _TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is corrupt: copy the files again"
 
 
-def new_tokenizer(preset: Preset, texts: Iterable[str], *, kept_in: Path | None = None) -> Any:
+def new_tokenizer(preset: Preset, texts: Iterable[str], *, stored_in: Path | None = None) -> Any:
     """Return the tokenizer of a preset: an existing one, or a new one trained on the texts.
 
     If the directory `kept_in` exists, the tokenizer is read from it, so that a resumed run uses the same ids.
     Any: a transformers tokenizer.
     """
-    from whet.models.from_scratch.train_tokenizer import is_homemade, make_tokenizer
+    from whet.models.from_scratch.train_tokenizer import is_builtin_tokenizer, make_tokenizer
 
-    if kept_in is not None and kept_in.is_dir():
-        return load_tokenizer(kept_in)
-    if not is_homemade(preset.tokenizer):
+    if stored_in is not None and stored_in.is_dir():
+        return load_tokenizer(stored_in)
+    if not is_builtin_tokenizer(preset.tokenizer):
         return load_tokenizer(preset.tokenizer)
     tokenizer = make_tokenizer(preset.tokenizer, texts)
     log.info("tokenizer: %s, %d tokens", preset.tokenizer, len(tokenizer))
     return tokenizer
 
 
-def tokenizer_of(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
+def load_model_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """Return the tokenizer that `load` returns, without loading weights, or None if there is none."""
-    if (start := below_checkpoint(name_or_path)) is not None:
-        run_tokenizer = run_of(at_home(name_or_path)) / TOKENIZER
-        return load_tokenizer(run_tokenizer) if isinstance(start, Preset) else tokenizer_of(start)
-    target = usable_directory(name_or_path)
-    if (base := base_of(target)) is not None and not has_tokenizer(Path(target)):
-        return tokenizer_of(base)
-    directory = target if isinstance(target, Path) else resolve(target)
+    if (start := starting_model(name_or_path)) is not None:
+        run_tokenizer = run_directory_of(expand_user(name_or_path)) / TOKENIZER_DIRECTORY
+        return load_tokenizer(run_tokenizer) if isinstance(start, Preset) else load_model_tokenizer(start)
+    target = local_model_directory(name_or_path)
+    if (base := base_model_of(target)) is not None and not has_tokenizer(Path(target)):
+        return load_model_tokenizer(base)
+    directory = target if isinstance(target, Path) else resolve_model(target)
     if not has_tokenizer(directory):
-        directory = resolve(str(directory))  # for example, if it is a GGUF file
+        directory = resolve_model(str(directory))  # for example, if it is a GGUF file
     return load_tokenizer(directory) if has_tokenizer(directory) else None
 
 
@@ -60,9 +60,12 @@ def load_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers toke
     from transformers import AutoTokenizer
 
     path = Path(name_or_path)
-    directory = path if has_tokenizer(path) else resolve(str(name_or_path))
+    directory = path if has_tokenizer(path) else resolve_model(str(name_or_path))
     check_links(directory)
-    with panics_hidden(), wrong_input(f"the tokenizer in {directory} cannot be read", hint=_TOKENIZER_HINT):
+    with (
+        hide_rust_panics(),
+        invalid_input_errors(f"the tokenizer in {directory} cannot be read", hint=_TOKENIZER_HINT),
+    ):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         tokenizer("a")  # some settings are only validated on first use
     for key in ("is_local", "local_files_only"):  # how it was loaded is not a property of the tokenizer

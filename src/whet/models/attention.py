@@ -5,11 +5,11 @@ from torch import nn
 
 from whet.models.kv_cache import KeyValueCache
 from whet.models.norms import make_norm
-from whet.models.rope import Rotation, rotate
+from whet.models.rope import Rotation, apply_rope
 from whet.models.spec import AttentionSpec, LatentAttentionSpec, NormSpec
 from whet.ops.attention import Layout, attend
-from whet.ops.dispatch import chosen_paths
-from whet.ops.linear import Linear, project
+from whet.ops.dispatch import current_paths
+from whet.ops.linear import Linear, project_all
 
 
 class SelfAttention(nn.Module):
@@ -19,7 +19,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
-        self.paths = chosen_paths()
+        self.paths = current_paths()
         self.sizes = [spec.heads * spec.head_dim, *(2 * [spec.kv_heads * spec.head_dim])]
         if spec.fused:
             self.qkv_proj = Linear(d_model, sum(self.sizes), bias=spec.bias)
@@ -44,12 +44,14 @@ class SelfAttention(nn.Module):
         """Attend over x [B, T, d_model] and the cached keys and values."""
         queries, keys, values = self.project(x)
         if rotation is not None:
-            queries, keys = (rotate(tensor, *rotation, self.paths) for tensor in (queries, keys))
+            queries, keys = (apply_rope(tensor, *rotation, self.paths) for tensor in (queries, keys))
         if cache is not None:
             keys, values = cache.update(self.layer, keys, values)
-        return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
+        return self.o_proj(
+            self.compute_attention(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2)
+        )
 
-    def mix(
+    def compute_attention(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,
@@ -76,7 +78,7 @@ class SelfAttention(nn.Module):
         if self.spec.fused:
             q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
         else:
-            q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+            q, k, v = project_all(x, self.q_proj, self.k_proj, self.v_proj)
         if self.spec.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, self.spec.head_dim)).transpose(1, 2) for part in (q, k, v))
@@ -92,7 +94,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
-        self.paths = chosen_paths()
+        self.paths = current_paths()
         query_size = spec.heads * (spec.plain_dim + spec.rope_dim)
         if spec.q_rank is None:
             self.q_proj = Linear(d_model, query_size, bias=False)
@@ -118,10 +120,10 @@ class LatentAttention(nn.Module):
         assert rotation is not None  # latent attention always uses RoPE
         queries = self._queries(x).unflatten(-1, (spec.heads, -1)).transpose(1, 2)
         plain, rotary = queries.split((spec.plain_dim, spec.rope_dim), dim=-1)
-        queries = torch.cat((plain, rotate(rotary, *rotation, self.paths)), dim=-1)
+        queries = torch.cat((plain, apply_rope(rotary, *rotation, self.paths)), dim=-1)
         latent, rope_key = self.kv_a_proj_with_mqa(x)[:, None].split((spec.kv_rank, spec.rope_dim), dim=-1)
         # both [B, 1, T, channels]
-        latent, rope_key = self.kv_a_layernorm(latent), rotate(rope_key, *rotation, self.paths)
+        latent, rope_key = self.kv_a_layernorm(latent), apply_rope(rope_key, *rotation, self.paths)
         if cache is not None:
             latent, rope_key = cache.update(self.layer, latent, rope_key)
         keys, values = (
@@ -131,9 +133,11 @@ class LatentAttention(nn.Module):
             .split((spec.plain_dim, spec.value_dim), dim=-1)
         )
         keys = torch.cat((keys, rope_key.expand(-1, spec.heads, -1, -1)), dim=-1)
-        return self.o_proj(self.mix(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2))
+        return self.o_proj(
+            self.compute_attention(queries, keys, values, layout, slopes).transpose(1, 2).flatten(2)
+        )
 
-    def mix(
+    def compute_attention(
         self,
         queries: torch.Tensor,
         keys: torch.Tensor,

@@ -141,7 +141,7 @@ def score_flops(
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSummary:
     """The sizes and stop tokens of a model. A size is None if the config does not state it."""
 
     name: str

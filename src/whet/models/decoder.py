@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from whet.models.attention import make_attention
-from whet.models.families import FAMILIES, is_transposed, spec_to_config, stored_parts
+from whet.models.families import FAMILIES, is_transposed, spec_to_config, stored_tensor_names
 from whet.models.families.moe import split_parts
 from whet.models.kv_cache import KeyValueCache
 from whet.models.language_model import LanguageModel
@@ -17,7 +17,7 @@ from whet.models.prefix_sharing import share_prefixes
 from whet.models.rope import Rotation, alibi_slopes_by_heads, rope_tables, sinusoids
 from whet.models.spec import BlockSpec, ModelSpec, RopeSpec
 from whet.ops.attention import Layout
-from whet.ops.dispatch import is_plan
+from whet.ops.dispatch import is_planning
 from whet.ops.linear import Linear
 from whet.ops.lm_head import Head
 
@@ -113,7 +113,7 @@ class Decoder(LanguageModel):
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
         shared = None
-        if self.paths.shared_prefixes and tokens.device.type == "cpu" and cache is None and not is_plan():
+        if self.paths.shared_prefixes and tokens.device.type == "cpu" and cache is None and not is_planning():
             shared = share_prefixes(tokens, positions, layout)
         if shared is None or not self._can_share_prefixes():
             return self._hidden(tokens, positions, layout, cache)
@@ -122,17 +122,18 @@ class Decoder(LanguageModel):
 
     def _can_share_prefixes(self) -> bool:
         """Whether equal prefixes may be computed once: no dropout, no expert counts and no forward hooks."""
-        return not self.spec.mixtures and not any(
-            _has_forward_hooks(module) or getattr(module, "drops", False) for module in self.modules()
+        return not self.spec.expert_specs and not any(
+            _has_forward_hooks(module) or getattr(module, "has_active_dropout", False)
+            for module in self.modules()
         )
 
     def _hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, layout: Layout, cache: KeyValueCache | None
     ) -> torch.Tensor:
         x = self._embed(tokens, positions)
-        if self.input_has_gradient and torch.is_grad_enabled():
+        if self.input_requires_grad and torch.is_grad_enabled():
             x.requires_grad_()
-        tables = rope_tables(self.spec.attentions, positions, dtype=x.dtype, cache=self._frequencies)
+        tables = rope_tables(self.spec.attention_specs, positions, dtype=x.dtype, cache=self._frequencies)
         slopes = alibi_slopes_by_heads(self.spec, x, cache=self._alibi)
         recompute = self.grad_checkpoint and cache is None and torch.is_grad_enabled()
         for layer, block in zip(self.layers, self.spec.blocks, strict=True):
@@ -180,14 +181,14 @@ class Decoder(LanguageModel):
         hf_name: str = FAMILIES[self.spec.family].hf_name(name)
         return hf_name
 
-    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def to_hf_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a parameter in the shape used by Hugging Face files."""
         return tensor.T if is_transposed(FAMILIES[self.spec.family], name) else tensor
 
-    def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    def to_hf_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the Hugging Face tensors of a parameter. Expert weights become one tensor per expert."""
-        parts = stored_parts(self.spec, name)
-        return super().in_files(name, tensor) if parts is None else split_parts(tensor, parts)
+        parts = stored_tensor_names(self.spec, name)
+        return super().to_hf_tensors(name, tensor) if parts is None else split_parts(tensor, parts)
 
     @property
     def stores_transposed(self) -> bool:

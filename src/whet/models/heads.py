@@ -10,10 +10,10 @@ from whet.config.objectives.classify import Pooling
 from whet.models.language_model import Trainable
 from whet.ops.lm_head import Head
 
-HEADS = "heads."  # prefix of their parameter names, in parameter groups and checkpoints
+HEADS_PREFIX = "heads."  # prefix of their parameter names, in parameter groups and checkpoints
 
 
-class WithHeads(nn.Module):
+class ModelWithHeads(nn.Module):
     """A model and the heads of an objective, as one module for the optimizer and for checkpoints.
 
     The model's parameters keep their names, so a checkpoint can be opened without the heads.
@@ -29,7 +29,7 @@ class WithHeads(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the model under their names, then those of the heads as `heads.*`."""
         yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
-        yield from self.heads.named_parameters(prefix + HEADS[:-1], recurse, remove_duplicate)
+        yield from self.heads.named_parameters(prefix + HEADS_PREFIX[:-1], recurse, remove_duplicate)
 
     def head(self) -> Head:
         """Return the output head of the model."""
@@ -64,7 +64,7 @@ class ClassificationHead(nn.Module):
             return F.linear(pooled.float(), self.score.weight, self.score.bias)
 
 
-def pool(
+def pool_hidden_states(
     hidden: torch.Tensor, positions: torch.Tensor, text_ids: torch.Tensor, *, texts: int, pooling: Pooling
 ) -> torch.Tensor:
     """Return one pooled hidden state per text [texts, D] in float32, computed from its real tokens only.

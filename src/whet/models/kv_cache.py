@@ -42,7 +42,7 @@ class KeyValueCache:
         """Drop all slots after the first `length`."""
         self._lengths = [min(filled, length) for filled in self._lengths]
 
-    def fix(self, index: torch.Tensor, slots: int) -> None:
+    def make_static(self, index: torch.Tensor, slots: int) -> None:
         """Make the cache static with this many slots. New keys are written at `index` [1]."""
         self._write_index = index
         for store in (self._keys, self._values):
@@ -55,7 +55,7 @@ class KeyValueCache:
                     resized[:, :, :copied] = tensor[:, :, :copied]
                     store[layer] = resized
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def select_rows(self, rows: torch.Tensor) -> None:
         """Select and reorder rows by index. Other rows are dropped."""
         for store in (self._keys, self._values):
             for layer, tensor in enumerate(store):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.ops.attention import Layout
-from whet.ops.dispatch import chosen_paths
+from whet.ops.dispatch import current_paths
 from whet.ops.linear import linear
 from whet.ops.lm_head import Head
 
@@ -26,7 +26,7 @@ class Trainable(nn.Module, abc.ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths = chosen_paths()  # also used by adapters attached later
+        self.paths = current_paths()  # also used by adapters attached later
 
     @property
     @abc.abstractmethod
@@ -47,7 +47,7 @@ class LanguageModel(Trainable):
     """A causal language model, split into hidden states and the output head."""
 
     grad_checkpoint: bool  # recompute activations in the backward pass
-    input_has_gradient = (
+    input_requires_grad = (
         False  # request a gradient at the first layer's input even if the embedding is frozen
     )
     source: Path | None = None  # the directory it was loaded from
@@ -90,20 +90,20 @@ class LanguageModel(Trainable):
     def hf_name(self, name: str) -> str:
         """Return the Hugging Face name of one of this model's parameters or modules."""
 
-    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def to_hf_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a parameter in the shape used by Hugging Face files."""
         return tensor
 
-    def in_files(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    def to_hf_tensors(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the Hugging Face tensors of a parameter by name: one, or several that it is split into."""
-        return {self.hf_name(name): self.as_stored(name, tensor)}
+        return {self.hf_name(name): self.to_hf_layout(name, tensor)}
 
-    def state_in_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def to_hf_state_dict(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the Hugging Face tensors of a state dict by name."""
         return {
             stored: part
             for name, tensor in state.items()
-            for stored, part in self.in_files(name, tensor).items()
+            for stored, part in self.to_hf_tensors(name, tensor).items()
         }
 
     @property
@@ -140,7 +140,7 @@ class LanguageModel(Trainable):
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode and disable gradients in the `with` block."""
     training = model.training
     model.eval()
@@ -154,7 +154,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncompiled(model: LanguageModel) -> Iterator[None]:
+def eager_layers(model: LanguageModel) -> Iterator[None]:
     """Run compiled layers eagerly in the `with` block.
 
     The changing shapes of decoding would exceed the recompilation limit.

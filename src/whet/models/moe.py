@@ -10,7 +10,7 @@ from torch import nn
 
 from whet.models.feedforward import ACTIVATIONS, FeedForward
 from whet.models.spec import ExpertsSpec, FeedForwardSpec
-from whet.ops.dispatch import chosen_paths
+from whet.ops.dispatch import current_paths
 from whet.ops.grouped_experts import combine, dispatch, grouped_linear, sort_by_expert
 
 # returns an adapter's update of an expert matmul, or None, from the name of the weight, the rows, and either
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
     chosen: torch.Tensor  # [tokens, top_k], in order of decreasing score
 
 
-def scores_of(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+def router_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     """Return the scores of all experts, in float32 or wider."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
@@ -44,7 +44,7 @@ def route(
     logits: torch.Tensor, spec: ExpertsSpec, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the chosen experts of each token [tokens, top_k], and the weights of their outputs."""
-    scores = scores_of(logits, spec.scoring)
+    scores = router_scores(logits, spec.scoring)
     chosen = (scores if bias is None else scores + bias).topk(spec.top_k, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if spec.renormalise:
@@ -58,7 +58,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ExpertsSpec, *, d_model: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.paths = chosen_paths()
+        self.paths = current_paths()
         self.gate_up_proj = nn.Parameter(torch.empty(spec.experts, 2 * spec.width, d_model))
         self.down_proj = nn.Parameter(torch.empty(spec.experts, d_model, spec.width))
         for weight in (self.gate_up_proj, self.down_proj):
@@ -117,7 +117,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = FeedForward(shared, d_model=d_model)
         if spec.balance_bias:
             self.register_buffer(BALANCE_BIAS, torch.zeros(spec.experts))
-        self.record: list[Routing] | None = None
+        self.routing_records: list[Routing] | None = None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Keep the bias in float32 in any precision, because its updates are small."""
@@ -132,8 +132,8 @@ class MixtureOfExperts(nn.Module):
         flat = x.flatten(0, -2)
         logits = self.gate(flat)
         chosen, weights = route(logits, self.spec, getattr(self, BALANCE_BIAS, None))
-        if self.record is not None and torch.is_grad_enabled():
-            self.record.append(Routing(logits, chosen))
+        if self.routing_records is not None and torch.is_grad_enabled():
+            self.routing_records.append(Routing(logits, chosen))
         y = self.experts(flat, chosen, weights)
         if self.spec.shared:
             y = y + self.shared_experts(flat)
@@ -146,7 +146,7 @@ def make_feedforward(spec: FeedForwardSpec | ExpertsSpec, *, d_model: int) -> nn
     return layer_class(spec, d_model=d_model)  # type: ignore[arg-type]  # chosen by its type
 
 
-def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+def moe_layers(model: nn.Module) -> list[MixtureOfExperts]:
     """Return the mixture-of-experts layers of a model in order."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
@@ -157,21 +157,21 @@ def balance_biases(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def recording(layers: list[MixtureOfExperts]) -> Iterator[list[list[Routing]]]:
+def record_routing(layers: list[MixtureOfExperts]) -> Iterator[list[list[Routing]]]:
     """Record the routing of each layer in the `with` block, for forward passes with gradients.
 
     Yields one list of `Routing` per layer. Gradient checkpointing recomputes layers in the backward pass,
     after the block, so each forward pass is recorded once. The layer computes nothing from the recorded
-    logits, so recomputation saves the same tensors. An enclosing `recording` block receives the same records.
+    logits, so recomputation saves the same tensors. An enclosing `record_routing` block gets the same records.
     """
     records: list[list[Routing]] = [[] for _ in layers]
-    outer_records = [layer.record for layer in layers]
+    outer_records = [layer.routing_records for layer in layers]
     for layer, record in zip(layers, records, strict=True):
-        layer.record = record
+        layer.routing_records = record
     try:
         yield records
     finally:
         for layer, record, outer in zip(layers, records, outer_records, strict=True):
-            layer.record = outer
+            layer.routing_records = outer
             if outer is not None:
                 outer.extend(record)

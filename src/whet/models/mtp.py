@@ -19,7 +19,7 @@ from whet.models.norms import OffsetRMSNorm, RMSNorm
 from whet.models.rope import Frequencies, Rotation, alibi_slopes_by_heads, rope_tables
 from whet.models.spec import BlockSpec, ModelSpec, NormSpec
 from whet.ops.attention import Layout
-from whet.ops.dispatch import using
+from whet.ops.dispatch import use_paths
 
 _HEAD_DIM = 64
 
@@ -98,12 +98,12 @@ class PredictionHeads(nn.Module):
         return KeyValueCache(len(self))
 
 
-def new_heads(model: LanguageModel, count: int, block: BlockSpec | None = None) -> PredictionHeads:
+def new_prediction_heads(model: LanguageModel, count: int, block: BlockSpec | None = None) -> PredictionHeads:
     """Return newly initialized heads for a model, on its device and in the dtype of its output head.
 
     Without `block`, heads use the architecture of the model's last layer with attention. For models behind
-    the transformers bridge this is unknown, so they use `own_block`. Weights are drawn from torch's CPU
-    generator.
+    the transformers bridge this is unknown, so they use `default_block_spec`. Weights are drawn from torch's
+    CPU generator.
     """
     if count < 1:
         raise ConfigError(f"n_predict={count} must be at least 1")
@@ -116,7 +116,7 @@ def new_heads(model: LanguageModel, count: int, block: BlockSpec | None = None) 
             "prediction heads share both, so their sizes must be equal"
         )
     # memory planning uses meta tensors
-    with using(model.paths), torch.device("meta" if weight.is_meta else "cpu"):
+    with use_paths(model.paths), torch.device("meta" if weight.is_meta else "cpu"):
         heads = PredictionHeads(_spec(model, count, block, d_model=d_model))
     _initialize(heads)
     return heads.to(weight.device, weight.dtype)
@@ -135,19 +135,19 @@ def _spec(model: LanguageModel, count: int, block: BlockSpec | None, *, d_model:
         family=whet_family.MODEL_TYPE,
         vocab_size=model.vocab_size,
         d_model=d_model,
-        blocks=(block or own_block(d_model),) * count,
+        blocks=(block or default_block_spec(d_model),) * count,
         norm=NormSpec(),
         tied_head=True,
         max_positions=model.max_positions,
     )
 
 
-def block_of(model: LanguageModel, section: MTPObjective) -> BlockSpec | None:
-    """Return the block that a config describes, or None for the default of `new_heads`."""
-    return None if section.block is None else own_block(model.head().weight.shape[1], section.block)
+def mtp_block_spec(model: LanguageModel, section: MTPObjective) -> BlockSpec | None:
+    """Return the block that a config describes, or None for the default of `new_prediction_heads`."""
+    return None if section.block is None else default_block_spec(model.head().weight.shape[1], section.block)
 
 
-def own_block(d_model: int, section: MTPBlock | None = None) -> BlockSpec:
+def default_block_spec(d_model: int, section: MTPBlock | None = None) -> BlockSpec:
     """Return the block described by config keys. The default has RoPE, head size 64 and SwiGLU."""
     settings = (section or MTPBlock()).changes()
     if "heads" not in settings:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.models.spec import NormSpec
-from whet.ops.dispatch import chosen_paths
+from whet.ops.dispatch import current_paths
 from whet.ops.kernels import cpu_autograd, fused_decode
 
 
@@ -16,13 +16,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self.paths = chosen_paths()
+        self.paths = current_paths()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x over its last dimension."""
-        if self.paths.explicit_backward and cpu_autograd.suits(x, self.weight):
+        if self.paths.explicit_backward and cpu_autograd.is_supported(x, self.weight):
             return cpu_autograd.rms_norm(x, self.weight, self.eps)
-        if self.paths.decoding and fused_decode.suits(x, self.weight):
+        if self.paths.decoding and fused_decode.is_supported(x, self.weight):
             return fused_decode.rms_norm(x, self.weight, self.eps)
         return self._normalize(x).to(x.dtype) * self.weight.to(x.dtype)
 
@@ -36,9 +36,9 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize x over its last dimension."""
-        if self.paths.explicit_backward and cpu_autograd.suits(x, self.weight):
+        if self.paths.explicit_backward and cpu_autograd.is_supported(x, self.weight):
             return cpu_autograd.rms_norm(x, 1 + self.weight, self.eps)
-        if self.paths.decoding and fused_decode.suits(x, self.weight):
+        if self.paths.decoding and fused_decode.is_supported(x, self.weight):
             return fused_decode.rms_norm(x, self.weight, self.eps, offset=True)
         normalized = self._normalize(x)
         return (normalized * (1 + self.weight.to(normalized.dtype))).to(x.dtype)

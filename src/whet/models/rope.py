@@ -86,25 +86,25 @@ def rope_tables(
         key = (positions.device, rope, size)
         if key not in cache:
             cache[key] = inverse_frequencies(rope, size).to(positions.device)
-        cos, sin = rotation(positions, cache[key])
+        cos, sin = rope_cos_sin(positions, cache[key])
         if isinstance(rope.scaling, YarnRopeScaling):
             cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
         tables[rope, size] = (cos.to(dtype), sin.to(dtype))
     return tables
 
 
-def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
+def rope_cos_sin(positions: torch.Tensor, frequencies: torch.Tensor) -> Rotation:
     """Return the cosine and sine [B, 1, T, head_dim] of each position's angles, in float32."""
     angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paths: Paths = FAST) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paths: Paths = FAST) -> torch.Tensor:
     """Rotate channel i of x with channel i + head_dim/2, the layout of Hugging Face checkpoints."""
-    if paths.explicit_backward and cpu_autograd.suits(x, cos, sin):
+    if paths.explicit_backward and cpu_autograd.is_supported(x, cos, sin):
         return cpu_autograd.rotate(x, cos, sin)
-    if paths.decoding and fused_decode.suits(x, cos, sin):
+    if paths.decoding and fused_decode.is_supported(x, cos, sin):
         return fused_decode.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -138,7 +138,7 @@ def alibi_slopes_by_heads(
     """
     if spec.positions != "alibi":
         return {}
-    counts = {attention.heads for attention in spec.attentions}
+    counts = {attention.heads for attention in spec.attention_specs}
     for heads in counts:
         if (x.device, x.dtype, heads) not in cache:
             cache[x.device, x.dtype, heads] = alibi_slopes(heads).to(x.device, x.dtype)

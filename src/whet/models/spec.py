@@ -213,21 +213,21 @@ class BlockSpec:
         _check_choice("norm placement", self.placement, PLACEMENTS)
 
     @property
-    def grouped(self) -> AttentionSpec:
+    def grouped_attention(self) -> AttentionSpec:
         """The attention, which must be grouped-query attention; otherwise raises ModelError."""
         if not isinstance(self.attention, AttentionSpec):
             raise ModelError("this family requires grouped-query attention in every layer")
         return self.attention
 
     @property
-    def dense(self) -> FeedForwardSpec:
+    def dense_feedforward(self) -> FeedForwardSpec:
         """The feed-forward layer, which must be dense; otherwise raises ModelError."""
         if not isinstance(self.feedforward, FeedForwardSpec):
             raise ModelError("this family requires a dense feed-forward layer in every layer")
         return self.feedforward
 
     @property
-    def routed(self) -> ExpertsSpec:
+    def expert_feedforward(self) -> ExpertsSpec:
         """The experts, which the layer must have; otherwise raises ModelError."""
         if not isinstance(self.feedforward, ExpertsSpec):
             raise ModelError("this family requires experts in every layer")
@@ -256,18 +256,18 @@ class ModelSpec:
         _check_choice("positions", self.positions, POSITIONS)
         if not self.blocks:
             raise ModelError("a model needs at least one layer")
-        if len({(mixture.experts, mixture.top_k) for mixture in self.mixtures}) > 1:
+        if len({(mixture.experts, mixture.top_k) for mixture in self.expert_specs}) > 1:
             raise ModelError(
                 "all layers with experts must have the same number of experts and the same top_k"
             )
 
     @property
-    def attentions(self) -> list[AttentionSpec | LatentAttentionSpec]:
+    def attention_specs(self) -> list[AttentionSpec | LatentAttentionSpec]:
         """The attention specs of all layers with attention."""
         return [block.attention for block in self.blocks if block.attention is not None]
 
     @property
-    def mixtures(self) -> list[ExpertsSpec]:
+    def expert_specs(self) -> list[ExpertsSpec]:
         """The expert specs of all layers with experts."""
         return [block.feedforward for block in self.blocks if isinstance(block.feedforward, ExpertsSpec)]
 

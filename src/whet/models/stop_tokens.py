@@ -6,7 +6,7 @@ from whet.models.language_model import LanguageModel
 from whet.storage import read_json
 
 
-def end_tokens(model: LanguageModel) -> set[int]:
+def config_eos_ids(model: LanguageModel) -> set[int]:
     """Return the EOS token ids of config.json and generation_config.json."""
     ids: list[Any] = []  # Any: JSON values
     configs = [model.hf_config()]
@@ -21,4 +21,4 @@ def end_tokens(model: LanguageModel) -> set[int]:
 def stop_tokens(model: LanguageModel, tokenizer: Any) -> set[int]:
     """Return the token ids that end a completion: the tokenizer's EOS and those of the model's configs."""
     tokenizer_eos = tokenizer.eos_token_id
-    return end_tokens(model) | ({tokenizer_eos} if isinstance(tokenizer_eos, int) else set())
+    return config_eos_ids(model) | ({tokenizer_eos} if isinstance(tokenizer_eos, int) else set())

@@ -16,7 +16,7 @@ from whet.models.families import gemma3
 from whet.models.families.config_fields import older_rope_keys
 from whet.models.language_model import LanguageModel
 from whet.ops.attention import Layout
-from whet.ops.dispatch import is_plan
+from whet.ops.dispatch import is_planning
 from whet.ops.lm_head import Head
 
 # config fields that do not describe the architecture
@@ -32,7 +32,7 @@ class BridgeCache:
         self.long = False  # with longrope: whether the keys were rotated with the long factors
         self.seen: list[torch.Tensor] = []  # with longrope: all tokens and positions, for recomputation
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def select_rows(self, rows: torch.Tensor) -> None:
         """Select and reorder rows by index. Other rows are dropped."""
         self.seen = [each[rows] for each in self.seen]
         self.past.reorder_cache(rows)  # recurrent layers do not have batch_select_indices
@@ -85,7 +85,7 @@ class Bridge(LanguageModel):
             return self._by_document(tokens, layout.documents)
         if positions is None:
             return self._run(tokens)
-        if self._short_length is not None and not is_plan() and bool((positions[:, 1:] == 0).any()):
+        if self._short_length is not None and not is_planning() and bool((positions[:, 1:] == 0).any()):
             # exclude padding, whose positions restart at 0, from the length that selects the longrope factors
             texts = ((positions[:, 1:] == 0).cumsum(1) == 0).sum(1) + 1
             return self._by_document(tokens, tuple((n, tokens.shape[1] - n) for n in texts.tolist()))
@@ -96,7 +96,7 @@ class Bridge(LanguageModel):
         """Run the decoder on rows of tokens, with the inputs that this architecture accepts."""
         inputs = {"use_cache": False} | inputs
         accepted = {name: inputs[name] for name in inputs.keys() & self._inputs}
-        with _fixed_rotations(self._decoder) if is_plan() else contextlib.nullcontext():
+        with _fixed_rotations(self._decoder) if is_planning() else contextlib.nullcontext():
             hidden: torch.Tensor = self._decoder(input_ids=tokens, **accepted).last_hidden_state
         return hidden.to(self.head().weight.dtype)  # mamba returns float32 in any precision
 
@@ -202,9 +202,9 @@ class Bridge(LanguageModel):
     def head(self) -> Head:
         """Return the output head, with the logit scale and softcap of the config (verified on loading)."""
         output, config = self.model.get_output_embeddings(), self.model.config
-        multiplier = field_of(config, "logit_scale", "lm_head_multiplier", default=1.0)
-        softcap = field_of(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-        scale = multiplier / field_of(config, "logits_scaling", default=1.0)
+        multiplier = config_field(config, "logit_scale", "lm_head_multiplier", default=1.0)
+        softcap = config_field(config, "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+        scale = multiplier / config_field(config, "logits_scaling", default=1.0)
         return Head(output.weight, getattr(output, "bias", None), scale, softcap, self.paths)
 
     def new_cache(self, capacity: int = 0) -> BridgeCache:
@@ -257,11 +257,11 @@ class Bridge(LanguageModel):
             older = {}
         return {**config, **older, "architectures": [type(self.model).__name__]}
 
-    def state_in_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def to_hf_state_dict(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors under the names of the hub's files. transformers 5 fuses and renames some."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        ours = super().state_in_files(state)
+        ours = super().to_hf_state_dict(state)
         theirs: dict[str, torch.Tensor] = revert_weight_conversion(self.model, ours)
         # keep the order: of two tied names only the first is written, and it must be the embedding
         return {name: theirs[name] for name in ours if name in theirs} | theirs
@@ -274,7 +274,9 @@ class Bridge(LanguageModel):
     @property
     def max_positions(self) -> int:
         """The maximum sequence length, or a very large number if the config does not state it."""
-        return int(field_of(self.model.config, "max_position_embeddings", "max_seq_len", default=2**31 - 1))
+        return int(
+            config_field(self.model.config, "max_position_embeddings", "max_seq_len", default=2**31 - 1)
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -348,7 +350,7 @@ def _fixed_rotations(decoder: nn.Module) -> Iterator[None]:
 
 def _longrope_length(config: Any) -> int | None:
     """Return the length up to which longrope uses its short factors, or None without longrope."""
-    parameters = field_of(config, "rope_parameters", default={})
+    parameters = config_field(config, "rope_parameters", default={})
     # one RoPE, or one per layer type
     ropes = [rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict)]
     longropes = [rope for rope in ropes if rope.get("rope_type") == "longrope"]
@@ -375,7 +377,7 @@ def _groups(lengths: Sequence[int], documents: Sequence[int]) -> Iterator[Sequen
     yield group
 
 
-def field_of(config: Any, *names: str, default: Any = None) -> Any:
+def config_field(config: Any, *names: str, default: Any = None) -> Any:
     """Return the first of these fields of the text config that is set and not None, or the default."""
     config = config.get_text_config(decoder=True)
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)

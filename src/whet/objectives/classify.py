@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from whet.data.batches import Batch
-from whet.models.heads import ClassificationHead, pool
+from whet.models.heads import ClassificationHead, pool_hidden_states
 from whet.models.language_model import LanguageModel
-from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
+from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, multi_label_metrics
 from whet.objectives.objective import Loss, Objective
 
 EFFECTIVE_BETA = 0.999  # for the effective number of samples (arXiv 1901.05555)
@@ -71,7 +71,7 @@ class Classify(Objective):
 
     def features(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         """Return the pooled hidden state of each text, which the head reads [texts, d_model]."""
-        return pool(
+        return pool_hidden_states(
             model.hidden(batch.tokens, batch.positions, batch.layout()),
             batch.supervised_positions,
             batch.examples,
@@ -130,7 +130,7 @@ class Classify(Objective):
         logits = torch.cat(list(outputs))
         targets = torch.cat([self.targets(batch) for batch in batches])
         if self.multi_label:
-            return mark_metrics((targets > 0.5).numpy(), (logits > 0).numpy())
+            return multi_label_metrics((targets > 0.5).numpy(), (logits > 0).numpy())
         matrix = confusion_matrix(targets.numpy(), logits.argmax(1).numpy(), self.classes)
         return {name: float(value) for name, value in confusion_metrics(matrix).items()}
 
@@ -154,7 +154,7 @@ def balanced_weights(
     return normalized
 
 
-def mark_weights(
+def multi_label_weights(
     positive: np.ndarray, total: int, kind: Literal["none", "inverse", "sqrt_inverse"]
 ) -> list[float]:
     """Return the weights of positive targets of multi-label classes, relative to negative ones.

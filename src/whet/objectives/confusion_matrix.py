@@ -11,10 +11,12 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, classes: int) ->
 
 def confusion_metrics(matrix: np.ndarray) -> dict[str, np.ndarray]:
     """Return accuracy, balanced_accuracy, f1_macro and mcc of matrices [..., K, K], as in scikit-learn."""
-    return count_metrics(np.diagonal(matrix, axis1=-2, axis2=-1), matrix.sum(-1), matrix.sum(-2))
+    return metrics_from_counts(np.diagonal(matrix, axis1=-2, axis2=-1), matrix.sum(-1), matrix.sum(-2))
 
 
-def count_metrics(right: np.ndarray, true: np.ndarray, guessed: np.ndarray) -> dict[str, np.ndarray]:
+def metrics_from_counts(
+    correct: np.ndarray, true: np.ndarray, predicted: np.ndarray
+) -> dict[str, np.ndarray]:
     """Return the metrics of `confusion_metrics` from counts [..., K].
 
     Args:
@@ -22,23 +24,23 @@ def count_metrics(right: np.ndarray, true: np.ndarray, guessed: np.ndarray) -> d
         true: Texts of each class, the sums of its rows.
         guessed: Predictions of each class, the sums of its columns.
     """
-    right, true, guessed = (np.asarray(counts, dtype=np.float64) for counts in (right, true, guessed))
+    correct, true, predicted = (np.asarray(counts, dtype=np.float64) for counts in (correct, true, predicted))
     total = true.sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        recall = right / true  # NaN for a class without texts
-        f1 = 2 * right / (true + guessed)
-        covariance = right.sum(-1) * total - (true * guessed).sum(-1)
-        spread = np.sqrt((total**2 - (guessed**2).sum(-1)) * (total**2 - (true**2).sum(-1)))
+        recall = correct / true  # NaN for a class without texts
+        f1 = 2 * correct / (true + predicted)
+        covariance = correct.sum(-1) * total - (true * predicted).sum(-1)
+        spread = np.sqrt((total**2 - (predicted**2).sum(-1)) * (total**2 - (true**2).sum(-1)))
         mcc = np.where(spread > 0, covariance / spread, 0.0)
     return {
-        "accuracy": right.sum(-1) / total,
+        "accuracy": correct.sum(-1) / total,
         "balanced_accuracy": np.nanmean(recall, axis=-1),
         "f1_macro": np.nanmean(f1, axis=-1),
         "mcc": mcc,
     }
 
 
-def mark_metrics(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+def multi_label_metrics(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
     """Return subset accuracy, f1_macro and f1_micro of multi-label targets [texts, classes].
 
     The F1 of a class that is neither true nor predicted is 0.

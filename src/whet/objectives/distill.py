@@ -79,16 +79,16 @@ class Distillation(Objective):
         temperature: float = 4.0,
         alpha: float = 0.7,
         divergence: Divergence = "forward",
-        taught: Sequence[float] = (),
+        offline_weights: Sequence[float] = (),
         matching: HiddenMatching | None = None,
     ) -> None:
-        if not teachers and not taught:
+        if not teachers and not offline_weights:
             raise ConfigError("distillation needs at least one teacher")
-        total = sum(weight for _, weight in teachers) + sum(taught)
+        total = sum(weight for _, weight in teachers) + sum(offline_weights)
         self.teachers = [
             (teacher.eval().requires_grad_(False), weight / total) for teacher, weight in teachers
         ]
-        self.taught = [weight / total for weight in taught]
+        self.offline_weights = [weight / total for weight in offline_weights]
         self.matching = matching
         self.heads = None if matching is None else matching.projections
         self.temperature = temperature
@@ -129,7 +129,7 @@ class Distillation(Objective):
                 temperature=self.temperature,
                 divergence=self.divergence,
             )
-        for teacher_index, weight in enumerate(self.taught):
+        for teacher_index, weight in enumerate(self.offline_weights):
             soft = soft + weight * linear_topk_kl(
                 hidden,
                 head,

@@ -104,6 +104,6 @@ class Distrust(Objective):
         return Loss({"loss": (token_weights * losses).sum()}, {"cross_entropy": losses.sum()})
 
 
-def calibrated_scale(squares: torch.Tensor, *, alpha: float) -> float:
+def calibrate_scale(squares: torch.Tensor, *, alpha: float) -> float:
     """Return the scale, from 0.001 to 1, that makes the additive term about as large as a loss of 5."""
     return min(1.0, max(0.001, 5.0 / (alpha * float(squares.mean()))))

@@ -6,7 +6,7 @@ from whet.data.batches import Batch, make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ConfigError, DataError
 from whet.models.language_model import LanguageModel
-from whet.models.mtp import PredictionHeads, new_heads
+from whet.models.mtp import PredictionHeads, new_prediction_heads
 from whet.models.spec import BlockSpec
 from whet.objectives.objective import Loss, Objective
 from whet.ops.cross_entropy import linear_cross_entropy
@@ -38,7 +38,7 @@ class MultiTokenPrediction(Objective):
             raise ConfigError(
                 f"mtp_weight must be > 0, not {mtp_weight}: otherwise the heads are not trained"
             )
-        self.heads: PredictionHeads = new_heads(model, n_predict, block_config)
+        self.heads: PredictionHeads = new_prediction_heads(model, n_predict, block_config)
         self.prediction_heads = self.heads
         depths = range(1, n_predict + 1)
         self.coefficients = {

@@ -145,7 +145,7 @@ class Preference(Objective):
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """Return the loss sums of this micro-batch."""
-        logprobs = answer_logprobs(model, batch)
+        logprobs = response_logprobs(model, batch)
         chosen, rejected = logprobs.view(-1, 2).unbind(1)
         tokens = torch.bincount(batch.examples, minlength=len(batch.origins)).view(-1, 2)
         metrics = {
@@ -181,7 +181,7 @@ class Preference(Objective):
                 )
             return batch.column("values")[:, 0]
         with torch.no_grad(), _reference_of(model, self.reference) as reference:
-            return answer_logprobs(reference, batch)
+            return response_logprobs(reference, batch)
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ def _reference_of(
         yield model
 
 
-def answer_logprobs(model: LanguageModel, batch: Batch) -> torch.Tensor:
+def response_logprobs(model: LanguageModel, batch: Batch) -> torch.Tensor:
     """Return the summed log-probability of the supervised tokens of each example [examples]."""
     logprobs = token_logprobs(model.states(batch), model.head(), batch.supervised_targets)
     return logprobs.new_zeros(len(batch.origins)).index_add(0, batch.examples, logprobs)

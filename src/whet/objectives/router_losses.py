@@ -9,7 +9,7 @@ import torch
 
 from whet.data.batches import Batch
 from whet.models.language_model import LanguageModel
-from whet.models.moe import MixtureOfExperts, Routing, recording, scores_of
+from whet.models.moe import MixtureOfExperts, Routing, record_routing, router_scores
 from whet.objectives.objective import FrozenForward, Loss, Objective
 
 LOAD_BALANCING = "load_balancing_loss"
@@ -109,7 +109,7 @@ class RoutedObjective(Objective):
         """Return the loss sums of this micro-batch, with the router statistics as a metric."""
         if not torch.is_grad_enabled():
             return self.inner.loss(model, batch)
-        with recording(self.layers) as records:
+        with record_routing(self.layers) as records:
             result = self.inner.loss(model, batch)
         if not all(records):
             return result
@@ -155,7 +155,7 @@ def _counts(chosen: torch.Tensor, weights: torch.Tensor, *, experts: int) -> tor
 
 def _distribution(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     """Return router scores that sum to 1 for each token."""
-    scores = scores_of(logits, scoring)
+    scores = router_scores(logits, scoring)
     return scores if scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 

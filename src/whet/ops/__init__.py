@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.lazy_import import lazy_names
+from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from whet.ops.attention import Layout as Layout
@@ -23,4 +23,4 @@ _HOME_OF = {
     "token_logprobs": "ops.logprobs",
 }
 __all__ = list(_HOME_OF)
-__getattr__ = lazy_names(__name__, _HOME_OF)
+__getattr__ = lazy_getattr(__name__, _HOME_OF)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from whet.ops.dispatch import FAST, Paths, chosen_paths, device_type, is_plan
+from whet.ops.dispatch import FAST, Paths, current_paths, device_type, is_planning
 from whet.ops.kernels import fused_decode
 
 
@@ -177,12 +177,12 @@ def attend(
     query_count, key_count = queries.shape[2], keys.shape[2]
     mask, causal = _mask(layout, window, queries, key_count)
     if slopes is None and softcap is None:
-        if mask is not None and fused_decode.suits(queries):
+        if mask is not None and fused_decode.is_supported(queries):
             mask = layout.additive_mask(mask, queries.dtype)
         if query_count == 1 and queries.shape[1] != keys.shape[1]:
             return _attend_grouped(queries, keys, values, mask=mask, scale=scale)
         width = values.shape[-1]
-        if not torch.compiler.is_compiling() and is_plan() and device_type(values) == "cuda":
+        if not torch.compiler.is_compiling() and is_planning() and device_type(values) == "cuda":
             values = _pad_values(values, queries)  # with fake tensors no kernel accepts narrower values
         output = F.scaled_dot_product_attention(
             queries,
@@ -387,7 +387,7 @@ def _with_ancestors(
 
 def describe_backend(device: torch.device) -> str:
     """Return a short description of the attention implementation used on this device."""
-    if not chosen_paths().attention:
+    if not current_paths().attention:
         return "SDPA with an explicit mask (reference path: plain PyTorch)"
     if device.type == "cpu":
         return "SDPA, one packed document at a time; shared prefixes are computed once"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.ops.dispatch import device_type, is_plan
+from whet.ops.dispatch import device_type, is_planning
 from whet.ops.lm_head import Head, HeadGradients, full_logits, head_operands, zero_loss
 from whet.ops.log_softmax import token_losses
 
@@ -42,7 +42,7 @@ def spans(count: int, rows: int) -> Iterator[slice]:
     if rows < count:
         even_rows = -(-count // -(-count // rows))
         rows = min(rows, even_rows + -even_rows % _ALIGNMENT if rows > _ALIGNMENT else even_rows)
-    end = min(count, 2 * rows) if is_plan() else count
+    end = min(count, 2 * rows) if is_planning() else count
     return (slice(start, start + rows) for start in range(0, end, rows))
 
 

@@ -1,7 +1,7 @@
 """Selection of implementations: fast paths or plain PyTorch, with or without Triton, by device.
 
-Models, layers, adapters, optimizers and trainers call `chosen_paths` once, when they are built, and store the
-result. Whether a fast implementation supports given tensors, by device and dtype, is checked at each call.
+Models, layers, adapters, optimizers and trainers call `current_paths` once, when they are built, and store
+the result. Whether a fast implementation supports given tensors, by device and dtype, is checked at each call.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from whet.errors import ConfigError
 
 log = logging.getLogger("whet")
 
-VARIABLE = "WHET_REFERENCE"
+REFERENCE_VARIABLE = "WHET_REFERENCE"
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,22 @@ REFERENCE = Paths(**dict.fromkeys((field.name for field in dataclasses.fields(Pa
 _paths: ContextVar[Paths | None] = ContextVar("paths", default=None)
 
 
-def chosen_paths() -> Paths:
-    """Return the fast paths for objects built now, from the enclosing `using` block or the environment."""
+def current_paths() -> Paths:
+    """Return the fast paths of objects built now: the enclosing `use_paths` block's, or the environment's."""
     return _paths.get() or (REFERENCE if _reference_requested() else FAST)
 
 
 def _reference_requested() -> bool:
-    value = os.environ.get(VARIABLE, "").strip().lower()
+    value = os.environ.get(REFERENCE_VARIABLE, "").strip().lower()
     if value not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
-        raise ConfigError(f"{VARIABLE}={value} is not a boolean", hint=f"set {VARIABLE} to 1 or 0")
+        raise ConfigError(
+            f"{REFERENCE_VARIABLE}={value} is not a boolean", hint=f"set {REFERENCE_VARIABLE} to 1 or 0"
+        )
     return value in ("1", "true", "yes", "on")
 
 
 @contextlib.contextmanager
-def using(paths: Paths) -> Iterator[None]:
+def use_paths(paths: Paths) -> Iterator[None]:
     """Use these fast paths for every object built in the `with` block."""
     token = _paths.set(paths)
     try:
@@ -77,14 +79,14 @@ def reference() -> Iterator[None]:
     It is slower and needs more memory. Objects built outside the block are not affected.
     `WHET_REFERENCE=1` selects the reference path for the whole process.
     """
-    with using(REFERENCE):
+    with use_paths(REFERENCE):
         yield
 
 
 @functools.cache
-def kernels_work() -> bool:
+def can_build_kernels() -> bool:
     """Whether Triton can build kernels on this machine. If it cannot, log one warning."""
-    problem = kernels_problem()
+    problem = kernel_build_problem()
     if problem is not None:
         log.warning(
             "Triton cannot build kernels on this machine (%s): using slower plain PyTorch instead", problem
@@ -92,7 +94,7 @@ def kernels_work() -> bool:
     return problem is None
 
 
-def kernels_problem() -> str | None:
+def kernel_build_problem() -> str | None:
     """Return why Triton cannot build kernels, or None. The usual cause is a missing C compiler."""
     try:
         from whet.ops.kernels.fused_decode_triton import silu_gate_on_gpu
@@ -108,7 +110,7 @@ _planned: ContextVar[str | None] = ContextVar("planned device", default=None)
 
 
 @contextlib.contextmanager
-def planned_for(device: str) -> Iterator[None]:
+def plan_for_device(device: str) -> Iterator[None]:
     """Treat fake tensors as if they were on this kind of device, in the `with` block."""
     token = _planned.set(device)
     try:
@@ -122,6 +124,6 @@ def device_type(tensor: torch.Tensor) -> str:
     return _planned.get() or tensor.device.type
 
 
-def is_plan() -> bool:
+def is_planning() -> bool:
     """Whether tensors are fake, as in memory planning, so device kernels cannot be called."""
     return _planned.get() is not None

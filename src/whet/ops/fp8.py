@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from whet.ops.dispatch import kernels_work
-from whet.ops.kernels.custom_op import operation
+from whet.ops.dispatch import can_build_kernels
+from whet.ops.kernels.custom_op import register_operation
 
-MULTIPLE = 16  # the kernels require every matmul dimension to be a multiple of this
+FP8_MULTIPLE = 16  # the kernels require every matmul dimension to be a multiple of this
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -60,12 +60,12 @@ def _scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded_rows(rows: int) -> int:
-    return rows + -rows % MULTIPLE
+    return rows + -rows % FP8_MULTIPLE
 
 
 # The kernels require a row-major left operand and a column-major right operand, so each matrix is needed in
 # both layouts. Compiled code writes the transposed copy inefficiently, so this is a custom operation.
-@operation(
+@register_operation(
     lambda matrix, _, dtype: (
         matrix.new_empty(_padded_rows(matrix.shape[0]), matrix.shape[1], dtype=dtype),
         matrix.new_empty(matrix.shape[1], _padded_rows(matrix.shape[0]), dtype=dtype),
@@ -79,21 +79,21 @@ def quantize_both_layouts(
     NaN stays NaN. Infinity stays infinity or becomes NaN.
     """
     rows, width = matrix.shape
-    if matrix.is_cuda and kernels_work():
+    if matrix.is_cuda and can_build_kernels():
         from whet.ops.kernels.fp8_triton import quantize_on_gpu
 
         quantized = matrix.new_empty(_padded_rows(rows), width, dtype=dtype)
         transposed = matrix.new_empty(width, _padded_rows(rows), dtype=dtype)
         quantize_on_gpu(matrix.contiguous(), scale, transposed, quantized)
         return quantized, transposed
-    quantized = F.pad(matrix / scale.to(matrix.dtype), (0, 0, 0, -rows % MULTIPLE)).to(dtype)
+    quantized = F.pad(matrix / scale.to(matrix.dtype), (0, 0, 0, -rows % FP8_MULTIPLE)).to(dtype)
     return quantized, quantized.T.contiguous()
 
 
-@operation(lambda matrix, _, dtype: matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype))
+@register_operation(lambda matrix, _, dtype: matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype))
 def quantize_transposed(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the transpose of matrix / scale in fp8, for a matrix that needs no padding."""
-    if matrix.is_cuda and kernels_work():
+    if matrix.is_cuda and can_build_kernels():
         from whet.ops.kernels.fp8_triton import quantize_on_gpu
 
         transposed = matrix.new_empty(matrix.shape[1], matrix.shape[0], dtype=dtype)

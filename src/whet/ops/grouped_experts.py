@@ -76,13 +76,13 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     mixed = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if mixed else x.dtype
     x, weight = x.to(dtype).contiguous(), weight.to(dtype).contiguous()
-    if grouped_problem(x.device.type, dtype, weight.shape[1:]) is not None:
-        return loop_linear(x, weight, ends)
+    if grouped_mm_problem(x.device.type, dtype, weight.shape[1:]) is not None:
+        return expert_loop_linear(x, weight, ends)
     product = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return _ContiguousGradient.apply(product)
 
 
-def loop_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def expert_loop_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Compute `grouped_linear` expert by expert: the fallback of the kernel, and its test oracle.
 
     It synchronizes with the device to read the number of rows per expert.
@@ -104,7 +104,7 @@ class _ContiguousGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
-def grouped_problem(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
+def grouped_mm_problem(device: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> str | None:
     """Return why `grouped_mm` cannot be used for experts of these sizes, or None if it can."""
     unaligned = [size for size in sizes if size * dtype.itemsize % _ALIGNMENT]
     if unaligned:
@@ -134,9 +134,9 @@ def _kernel_problem(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def describe_grouped(
+def describe_expert_matmuls(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], paths: Paths = FAST
 ) -> str:
     """Return a phrase for the log that describes how the experts' matmuls are computed, and why."""
-    problem = grouped_problem(device.type, dtype, sizes) if paths.grouped_experts else "the reference path"
+    problem = grouped_mm_problem(device.type, dtype, sizes) if paths.grouped_experts else "the reference path"
     return "by one grouped matmul" if problem is None else f"expert by expert ({problem})"

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.ops.dispatch import chosen_paths
+from whet.ops.dispatch import current_paths
 from whet.ops.fp8 import fp8_linear
 
 # on two cores W x' takes half the time of x W' up to this many rows, and the same time at 64; on one core
@@ -34,7 +34,7 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.paths = chosen_paths()
+        self.paths = current_paths()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to x [..., in_features]."""
@@ -45,15 +45,15 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
-def project(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
+def project_all(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
     """Return the output of each layer for the same input. Adapters may compute them in one operation."""
-    fused = getattr(layers[0], "together", None)
+    fused = getattr(layers[0], "forward_siblings", None)
     outputs = fused(x, layers) if fused is not None else None
     return [layer(x) for layer in layers] if outputs is None else list(outputs)
 
 
-def gated(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
+def fused_swiglu(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
     """Return down(silu(gate(x)) * up(x)) if the layers (adapters) have a fused implementation, or None."""
-    fused = getattr(gate, "gated", None)
+    fused = getattr(gate, "forward_swiglu", None)
     output: torch.Tensor | None = None if fused is None else fused(x, up, down)
     return output

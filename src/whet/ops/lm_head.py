@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from whet.ops.dispatch import FAST, Paths, device_type, is_plan
+from whet.ops.dispatch import FAST, Paths, device_type, is_planning
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class HeadGradients:
 
     def _add_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         assert self.weight is not None
-        if is_plan() and device_type(x) == "cuda":
+        if is_planning() and device_type(x) == "cuda":
             return
         if x.is_cuda and x.dtype != self.weight.dtype:  # 16-bit inputs, 32-bit accumulation, in one matmul
             torch.addmm(self.weight, grad, x, out_dtype=self.weight.dtype, out=self.weight)

@@ -2,7 +2,7 @@
 
 import torch
 
-from whet.ops.dispatch import device_type, is_plan, kernels_work
+from whet.ops.dispatch import can_build_kernels, device_type, is_planning
 from whet.ops.lm_head import Head
 
 
@@ -19,9 +19,9 @@ def token_losses(
     `projected` is hidden @ weight.T, before bias, scale and softcap. It is overwritten. Sums are in float32
     or wider. On a GPU, one kernel reads the logits twice and writes them once.
     """
-    if is_plan() and device_type(projected) == "cuda":
+    if is_planning() and device_type(projected) == "cuda":
         return projected.new_empty(len(targets), dtype=torch.float32), projected if with_gradient else None
-    if projected.is_cuda and projected.dtype != torch.float64 and kernels_work():
+    if projected.is_cuda and projected.dtype != torch.float64 and can_build_kernels():
         from whet.ops.kernels.log_softmax_triton import token_losses_on_gpu
 
         return token_losses_on_gpu(

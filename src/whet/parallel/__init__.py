@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from whet.lazy_import import lazy_names
+from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
     from whet.parallel.gradient_sync import flat_gradients as flat_gradients
@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 
 _HOME_OF = {"flat_gradients": "parallel.gradient_sync", "set_flat_gradients": "parallel.gradient_sync"}
 __all__ = list(_HOME_OF)
-__getattr__ = lazy_names(__name__, _HOME_OF)
+__getattr__ = lazy_getattr(__name__, _HOME_OF)

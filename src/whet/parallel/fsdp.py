@@ -21,10 +21,10 @@ SHARDS_INTEGERS = torch.__version__ >= "2.13"  # with older versions every rank 
 
 def device_mesh(world: World, device: torch.device) -> DeviceMesh:
     """Return the mesh of all ranks: data-parallel by tensor-parallel ranks."""
-    return init_device_mesh(device.type, (world.shares, world.tensor), mesh_dim_names=(DATA, TENSOR))
+    return init_device_mesh(device.type, (world.dp_size, world.tp_size), mesh_dim_names=(DATA, TENSOR))
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
+def shard_model(model: LanguageModel, mesh: DeviceMesh, precision: Precision) -> None:
     """Shard a model's weights with FSDP2, layer by layer; gradients become sums over ranks, not means.
 
     Layers are gathered in the compute dtype, and gradients are summed in float32. 4-bit weights are sharded
@@ -65,7 +65,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextlib.contextmanager
-def gathered(*models: nn.Module) -> Iterator[None]:
+def gathered_parameters(*models: nn.Module) -> Iterator[None]:
     """Gather all weights of the models on every rank within the `with` block.
 
     Each rank may then run forward passes independently. The gathered weights need memory for the complete
@@ -84,7 +84,7 @@ def gathered(*models: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_on_main(model: nn.Module, world: World) -> Iterator[None]:
+def full_parameters_on_main(model: nn.Module, world: World) -> Iterator[None]:
     """Replace the sharded weights on rank 0 with the full ones, on the CPU, within the `with` block.
 
     It is for saving the model. All ranks must enter it, because gathering is a collective.
@@ -122,7 +122,7 @@ def whole_on_main(model: nn.Module, world: World) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def local_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def local_nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the number of bytes that this rank stores of the tensors."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)

@@ -28,7 +28,7 @@ class _Bucket:
         self.work: Any = None  # Any: torch's handle
 
 
-class GradientSum:
+class GradientReducer:
     """Sums the gradients of replicated (not sharded) parameters over the ranks.
 
     Each rank has divided its loss by the weight of the complete step, so sums need no further division. They
@@ -43,17 +43,17 @@ class GradientSum:
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._next = 0  # index of the first bucket that has not been sent
         self._is_last_backward = False
-        if world.shares > 1:
+        if world.dp_size > 1:
             for p in self.parameters:
                 p.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def expect_last(self) -> None:
+    def expect_last_backward(self) -> None:
         """Declare that the next backward pass is the last of its step, so that its gradients are final."""
         self._is_last_backward = bool(self.buckets)
 
     def finish(self) -> None:
         """Send the remaining buckets, and wait until every gradient is the sum over all ranks."""
-        if self.world.shares == 1 or not self.parameters:
+        if self.world.dp_size == 1 or not self.parameters:
             return
         if not self.buckets:
             self._create_buckets()
@@ -64,7 +64,7 @@ class GradientSum:
             )
         self._send(force=True)
         for number, bucket in enumerate(self.buckets, start=1):
-            with self.world.watch.collective(f"all-reduce of gradients {number} of {len(self.buckets)}"):
+            with self.world.watchdog.collective(f"all-reduce of gradients {number} of {len(self.buckets)}"):
                 bucket.work.wait()
             assert bucket.vector is not None
             parts = bucket.vector.split([p.numel() for p in bucket.parameters])
@@ -106,13 +106,13 @@ class GradientSum:
                 for p in bucket.parameters
             ]
             bucket.vector = torch.cat(parts)
-            if self.world.rank % self.world.tensor:  # the first tensor-parallel rank has the same gradients
+            if self.world.rank % self.world.tp_size:  # the first tensor-parallel rank has the same gradients
                 bucket.vector.zero_()
             bucket.work = dist.all_reduce(bucket.vector, async_op=True)
             self._next += 1
 
 
-def by_mesh(tensors: Sequence[T]) -> list[list[T]]:
+def group_by_mesh(tensors: Sequence[T]) -> list[list[T]]:
     """Group tensors by device mesh (None for plain tensors), because foreach kernels accept no mixture."""
     groups: dict[Any, list[T]] = {}  # Any: a mesh, or None
     for tensor in tensors:

@@ -58,7 +58,7 @@ def catch_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict
     return {number: signal.signal(number, handler) for number in caught}
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask Linux to send this process a signal when the thread that started it ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
@@ -108,7 +108,7 @@ def _start(
         [sys.executable, "-m", "whet", *arguments],
         env={**os.environ, **variables},
         start_new_session=True,  # Ctrl-C reaches the launcher only, which forwards it once
-        preexec_fn=end_with_parent,  # noqa: PLW1509 # the launcher has no threads
+        preexec_fn=die_with_parent,  # noqa: PLW1509 # the launcher has no threads
     )
 
 

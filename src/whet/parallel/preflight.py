@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whet.config.load_config import flat_keys, to_dict
+from whet.config.load_config import flatten_keys, to_dict
 from whet.config.quality import Quality
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, RunError
@@ -18,14 +18,14 @@ from whet.parallel.process_group import World
 SHARDED_OPTIMIZERS = ("adamw", "adam", "sgd", "lion")
 
 
-def agreed(world: World, config: RunConfig) -> World:
+def apply_parallel_config(world: World, config: RunConfig) -> World:
     """Check that all ranks have the same config, and return the world with its parallel settings."""
-    refuse_differences(world, "config", to_dict(config))
+    check_equal_on_ranks(world, "config", to_dict(config))
     config.parallel.check_processes(world.size)
-    world.watch.timeout_s = config.parallel.timeout
+    world.watchdog.timeout_s = config.parallel.timeout
     if world.size > 1 and config.parallel.kind == "fsdp":
         check_sharding(config)
-    return replace(world, tensor=config.parallel.tensor)
+    return replace(world, tp_size=config.parallel.tensor)
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -67,7 +67,7 @@ def check_device(world: World, device: torch.device) -> None:
         )
 
 
-def refuse_differences(world: World, what: str, here: Mapping[str, Any]) -> None:  # Any: JSON values
+def check_equal_on_ranks(world: World, name: str, values: Mapping[str, Any]) -> None:  # Any: JSON values
     """Raise ConfigError on all ranks if the values of any rank differ from those of rank 0.
 
     Args:
@@ -75,20 +75,22 @@ def refuse_differences(world: World, what: str, here: Mapping[str, Any]) -> None
         what: what the values are, for the error.
         here: the values of this rank.
     """
-    all_values = world.gather(dict(flat_keys(here)))
+    all_values = world.gather(dict(flatten_keys(values)))
     reference = all_values[0]
-    for rank, values in enumerate(all_values):
-        different = [key for key in {**reference, **values} if reference.get(key) != values.get(key)]
+    for rank, rank_values in enumerate(all_values):
+        different = [
+            key for key in {**reference, **rank_values} if reference.get(key) != rank_values.get(key)
+        ]
         if different:
             shown = "; ".join(f"{key}: {reference.get(key)} and {values.get(key)}" for key in different[:4])
             raise ConfigError(
-                f"rank 0 and rank {rank} do not have the same {what}: {shown}",
+                f"rank 0 and rank {rank} do not have the same {name}: {shown}",
                 hint="use the same files and the same command on every machine",
             )
 
 
 @torch.no_grad()
-def start_alike(world: World, parameters: Iterable[nn.Parameter]) -> None:
+def broadcast_parameters(world: World, parameters: Iterable[nn.Parameter]) -> None:
     """Copy the trained weights of rank 0 to all ranks, because random init and rounding may differ."""
     if world.size == 1:
         return
@@ -101,4 +103,4 @@ def start_alike(world: World, parameters: Iterable[nn.Parameter]) -> None:
 def seed_rank(world: World, seed: int) -> None:
     """Seed torch differently on each data-parallel rank, so that dropout masks differ."""
     if world.size > 1:
-        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * world.share) % 2**63)
+        torch.manual_seed((seed + 0x9E3779B97F4A7C15 * world.dp_rank) % 2**63)

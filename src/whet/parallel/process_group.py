@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from whet.errors import ConfigError, RunError
 from whet.parallel import object_exchange
-from whet.parallel.watchdog import Watch
+from whet.parallel.watchdog import Watchdog
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,8 +40,8 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    tensor: int = 1
-    watch: Watch = field(default_factory=Watch, compare=False)
+    tp_size: int = 1
+    watchdog: Watchdog = field(default_factory=Watchdog, compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -49,38 +49,38 @@ class World:
         return self.rank == 0
 
     @property
-    def share(self) -> int:
+    def dp_rank(self) -> int:
         """The index of this rank's share of the data (its data-parallel rank)."""
-        return self.rank // self.tensor
+        return self.rank // self.tp_size
 
     @property
-    def shares(self) -> int:
+    def dp_size(self) -> int:
         """The number of shares of the data (the data-parallel size)."""
-        return self.size // self.tensor
+        return self.size // self.tp_size
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order; values are JSON values, tensors and arrays."""
         if self.size == 1:
             return [value]
-        with self.watch.collective("gather"):
+        with self.watchdog.collective("gather"):
             return object_exchange.gather(value)
 
-    def gather_shares(self, value: T) -> list[T]:
+    def gather_dp(self, value: T) -> list[T]:
         """Return one value per share of the data, in order."""
-        return self.gather(value)[:: self.tensor]
+        return self.gather(value)[:: self.tp_size]
 
-    def from_main(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the value of rank 0 on all ranks."""
         if self.size == 1:
             return value
-        with self.watch.collective("broadcast from rank 0"):
+        with self.watchdog.collective("broadcast from rank 0"):
             received: T = object_exchange.broadcast(value)
             return received
 
     def barrier(self) -> None:
         """Wait until all ranks have reached the barrier."""
         if self.size > 1:
-            with self.watch.collective("barrier"):
+            with self.watchdog.collective("barrier"):
                 dist.all_reduce(torch.zeros(()))  # on the CPU, while torch's barrier may use the device
 
     def new_group(self) -> dist.ProcessGroup:
@@ -88,50 +88,50 @@ class World:
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the shares."""
-        if self.shares == 1:
+        if self.dp_size == 1:
             return tensor
-        total = tensor.clone() if self.rank % self.tensor == 0 else torch.zeros_like(tensor)
-        with self.watch.collective("all-reduce"):
+        total = tensor.clone() if self.rank % self.tp_size == 0 else torch.zeros_like(tensor)
+        with self.watchdog.collective("all-reduce"):
             dist.all_reduce(total)
         return total
 
-    def sums(self, found: Mapping[str, Any]) -> dict[str, Any]:  # Any: numbers, and lists of numbers
+    def sum_values(self, values: Mapping[str, Any]) -> dict[str, Any]:  # Any: numbers, and lists of numbers
         """Return the sums of named values over the shares; names may be missing on some ranks."""
-        if self.shares == 1:
-            return dict(found)
+        if self.dp_size == 1:
+            return dict(values)
         totals: dict[str, Any] = {}  # Any: as above
-        for values in self.gather_shares(dict(found)):
-            for name, value in values.items():
+        for rank_values in self.gather_dp(dict(values)):
+            for name, value in rank_values.items():
                 totals[name] = np.add(totals[name], value).tolist() if name in totals else value
         return totals
 
-    def rounds(self, items: Sequence[T], *, matched: bool = False) -> Iterator[tuple[int, T, bool]]:
+    def local_items(self, items: Sequence[T], *, pad: bool = False) -> Iterator[tuple[int, T, bool]]:
         """Yield this rank's items as (index, item, whether it counts).
 
         Args:
             items: the items of all ranks.
             matched: give every rank equally many items, by adding items that do not count.
         """
-        for first in range(0, len(items), self.shares):
-            index = first + self.share
+        for first in range(0, len(items), self.dp_size):
+            index = first + self.dp_rank
             if index < len(items):
                 yield index, items[index], True
-            elif matched:
+            elif pad:
                 yield first, items[first], False
 
-    def in_order(self, mine: Sequence[R], count: int) -> list[R]:
+    def gather_in_order(self, results: Sequence[R], count: int) -> list[R]:
         """Gather the results of all ranks in the order of the `count` items that `rounds` distributed.
 
         Args:
             mine: this rank's results.
             count: the number of items of all ranks.
         """
-        by_share = self.gather_shares(list(mine))
-        return [by_share[index % self.shares][index // self.shares] for index in range(count)]
+        by_share = self.gather_dp(list(results))
+        return [by_share[index % self.dp_size][index // self.dp_size] for index in range(count)]
 
-    def each(self, items: Sequence[T], compute: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
+    def map_items(self, items: Sequence[T], compute: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
         """Apply `compute` to the items, each rank to its share; return all results, in order, on all ranks.
 
         If `compute` raises on one rank, the error is raised on all ranks, so that none of them waits forever.
@@ -141,13 +141,13 @@ class World:
         results: Sequence[R] = ()
         error: Exception | None = None
         try:
-            results = compute(items[self.share :: self.shares])
+            results = compute(items[self.dp_rank :: self.dp_size])
         except Exception as raised:
             error = raised
-        self.together(error)
-        return self.in_order(results, len(items))
+        self.raise_first_error(error)
+        return self.gather_in_order(results, len(items))
 
-    def together(self, error: Exception | None) -> None:
+    def raise_first_error(self, error: Exception | None) -> None:
         """Raise the error of the first rank that passes one, on all ranks; return if no rank does."""
         for rank, described in enumerate(
             self.gather(None if error is None else object_exchange.describe_error(error))
@@ -160,17 +160,17 @@ class World:
                 raise first
 
     @contextlib.contextmanager
-    def abreast(self) -> Iterator[None]:
+    def sync_errors(self) -> Iterator[None]:
         """Run a block without collectives on all ranks; if it raises on one rank, all ranks raise."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        self.together(error)
+        self.raise_first_error(error)
 
     @contextlib.contextmanager
-    def first_alone(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """Run a block on rank 0, then on the first rank of every machine, then on the remaining ranks.
 
         The later ranks can use files that the earlier ones have written.
@@ -183,11 +183,11 @@ class World:
             self.barrier()
 
 
-SOLO = World()
-_CURRENT: ContextVar[World] = ContextVar("world")  # the world of an enclosing call of `joined`
+SINGLE_PROCESS = World()
+_CURRENT: ContextVar[World] = ContextVar("world")  # the world of an enclosing call of `distributed_world`
 
 
-def started_as_one_of_many() -> bool:
+def is_distributed_launch() -> bool:
     """Return whether torchrun or `--nproc` has started this process as one of several."""
     return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
 
@@ -198,7 +198,7 @@ def was_restarted() -> bool:
 
 
 @contextlib.contextmanager
-def joined(*, timeout_s: float | None = None) -> Iterator[World]:
+def distributed_world(*, timeout_s: float | None = None) -> Iterator[World]:
     """Join the process group that this process was started for, and leave it at the end of the block.
 
     Args:
@@ -207,8 +207,8 @@ def joined(*, timeout_s: float | None = None) -> Iterator[World]:
     Raises:
         UnreachableError: not all processes joined in time.
     """
-    if not started_as_one_of_many():
-        yield SOLO
+    if not is_distributed_launch():
+        yield SINGLE_PROCESS
         return
     rank, size, local_rank = (_env_int(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if (current := _CURRENT.get(None)) is not None:
@@ -225,19 +225,21 @@ def joined(*, timeout_s: float | None = None) -> Iterator[World]:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=COLLECTIVE_S)
     )
-    world = World(rank, size, local_rank, watch=Watch(PrefixStore("watch", store), rank=rank, size=size))
-    world.watch.start()
+    world = World(
+        rank, size, local_rank, watchdog=Watchdog(PrefixStore("watch", store), rank=rank, size=size)
+    )
+    world.watchdog.start()
     token = _CURRENT.set(world)
     try:
         yield world
     except BaseException as error:
         # destroying the group would hang, because other ranks may be waiting in a collective
-        world.watch.fail(error)
+        world.watchdog.fail(error)
         raise
     finally:
         _CURRENT.reset(token)
     world.barrier()
-    world.watch.stop()
+    world.watchdog.stop()
     dist.destroy_process_group()
 
 
@@ -281,7 +283,7 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-class UnreachableError(RunError):
+class RendezvousError(RunError):
     """The rendezvous of a run's processes failed."""
 
 
@@ -297,7 +299,7 @@ def _rendezvous(rank: int, size: int, timeout_s: float) -> Any:  # Any: torch's 
             store.wait([f"here/{each}"], timeout)
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnreachableError(
+        raise RendezvousError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {address} for the other ranks: {reason[:200]}",
             hint="start all processes, and make MASTER_ADDR:MASTER_PORT reachable from every machine",
         ) from error

@@ -18,10 +18,17 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from whet.errors import CheckpointError, StorageError
-from whet.model_io.sharded_tensors import SHARD, stored_tensors
+from whet.model_io.sharded_tensors import SHARD_FILE, read_tensor_infos
 from whet.parallel import object_exchange
 from whet.parallel.object_exchange import ProcessGroup
-from whet.storage import Written, new_directory, sha256_of, write_manifest, write_safetensors, write_text
+from whet.storage import (
+    FileRecord,
+    create_directory_atomically,
+    file_sha256,
+    write_manifest,
+    write_safetensors,
+    write_text,
+)
 
 
 def write_sharded(
@@ -40,8 +47,12 @@ def write_sharded(
         group: the ranks that write.
     """
     with contextlib.ExitStack() as stack:
-        staging = Path(on_first(lambda: str(stack.enter_context(new_directory(path, replace=True))), group))
-        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        staging = Path(
+            run_on_first_rank(
+                lambda: str(stack.enter_context(create_directory_atomically(path, replace=True))), group
+            )
+        )
+        parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
         parts = {name: part for name, part in parts.items() if part.numel() or not tensors[name].numel()}
         offsets = {name: _offset(tensor) for name, tensor in tensors.items()}
         assigned, rank = _assign_parts(parts, offsets, group), dist.get_rank(group)
@@ -49,25 +60,25 @@ def write_sharded(
 
         def finish() -> None:
             _check_complete(staging, tensors)
-            written = {name: Written(**fields) for shard in files for name, fields in shard.items()}
+            written = {name: FileRecord(**fields) for shard in files for name, fields in shard.items()}
             written |= {name: write_text(staging / name, text) for name, text in texts.items()}
             write_manifest(staging, written)
             stack.close()
 
-        on_first(finish, group)
+        run_on_first_rank(finish, group)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def with_local_shard(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return a tensor sharded like `tensor`, with `part` (on any device) as this rank's shard."""
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
-def on_first(do: Callable[[], Any], group: ProcessGroup) -> Any:  # Any: JSON values
+def run_on_first_rank(do: Callable[[], Any], group: ProcessGroup) -> Any:  # Any: JSON values
     """Call `do` on the first rank; return its result, or raise its error, on all ranks."""
     result, failure = None, None
     if dist.get_rank(group) == 0:
@@ -105,7 +116,7 @@ def _add_rank(error: Exception, rank: int, path: Path) -> Exception:
 
 def _check_complete(staging: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError unless the written files contain every tensor in its full shape."""
-    stored = stored_tensors(staging)
+    stored = read_tensor_infos(staging)
     for name, tensor in tensors.items():
         if name not in stored or stored[name].shape != tensor.shape:
             raise CheckpointError(f"{staging}: {name} was not written completely")
@@ -122,7 +133,7 @@ def _write_shard(
         )
     if not parts:
         return {}
-    path = staging / SHARD.format(rank + 1)
+    path = staging / SHARD_FILE.format(rank + 1)
     sharding = {name: {"saved_offsets": list(offsets[name])} for name in parts}
     metadata = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
     written = write_safetensors(path, parts, metadata=metadata)
@@ -157,12 +168,12 @@ def _offset(tensor: torch.Tensor) -> Sequence[int]:
     return list(offset)
 
 
-def _verify(path: Path, written: Written, *, names: set[str]) -> None:
+def _verify(path: Path, written: FileRecord, *, names: set[str]) -> None:
     """Read a file back, and raise StorageError unless it is what was written."""
     try:
         with safe_open(path, framework="pt") as file:
             has_all_names = set(file.keys()) == names
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} cannot be read back: {error}") from error
-    if not has_all_names or sha256_of(path) != written.sha256:
+    if not has_all_names or file_sha256(path) != written.sha256:
         raise StorageError(f"{path} differs from the data that was written to it")

@@ -29,7 +29,7 @@ from whet.parallel.process_group import World
 _HEADS_AXIS = 1  # the dimension of heads in queries and keys [B, heads, T, head_dim]
 
 
-def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard each layer's matrices over the ranks of a mesh; all ranks must have the same weights."""
     if mesh.size() == 1:
         return
@@ -38,7 +38,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, _plan(block), src_data_rank=None)
 
 
-def refuse_uncuttable(model: nn.Module, ranks: int) -> None:
+def check_tensor_parallel(model: nn.Module, ranks: int) -> None:
     """Raise ConfigError with the reason if a model does not support tensor parallelism over `ranks` ranks."""
     if ranks == 1:
         return
@@ -101,7 +101,7 @@ def _plan(block: BlockSpec) -> dict[str, ParallelStyle]:
     return plan
 
 
-class NeighbourGradients:
+class ReplicatedGradientSync:
     """Makes the gradients of replicated parameters equal on all ranks of a tensor-parallel group.
 
     The ranks compute the same gradients, but a GPU may sum in a different order each time. Without this,
@@ -112,16 +112,16 @@ class NeighbourGradients:
         self.world = world
         self.replicated = [p for p in parameters if isinstance(p, DTensor) and p.device_mesh.ndim == 1]
         self._group: dist.ProcessGroup | None = None
-        if world.tensor > 1 and self.replicated:
-            self._group, _ = dist.new_subgroups(world.tensor)
+        if world.tp_size > 1 and self.replicated:
+            self._group, _ = dist.new_subgroups(world.tp_size)
 
-    def align(self) -> None:
+    def synchronize(self) -> None:
         """Copy the gradients of the group's first rank to the others; call it when gradients are complete."""
         if self._group is None:
             return
         gradients = [cast("DTensor", p.grad).to_local() for p in self.replicated if p.grad is not None]
         vector = torch.cat([gradient.flatten() for gradient in gradients])
-        with self.world.watch.collective("broadcast of replicated gradients"):
+        with self.world.watchdog.collective("broadcast of replicated gradients"):
             dist.broadcast(vector, group=self._group, group_src=0)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, received in zip(gradients, vector.split(sizes), strict=True):

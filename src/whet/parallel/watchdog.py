@@ -77,7 +77,7 @@ class _PeerState:
         self.heartbeat = heartbeat
 
 
-class Watch:
+class Watchdog:
     """The watchdog of one rank, which observes all ranks. It does nothing in a run of one rank.
 
     Args:
@@ -120,23 +120,23 @@ class Watch:
             self._thread.join(self.timeout_s)
             self._thread = None
 
-    def doing(self, what: str, *, exchanging: str | None = None) -> None:
+    def report_activity(self, activity: str, *, collective: str | None = None) -> None:
         """Report the current activity of this rank, which counts as progress.
 
         Args:
             what: the activity.
             exchanging: a collective that is part of the activity.
         """
-        self.heartbeat.doing = what
-        self.heartbeat.collective = exchanging or self.heartbeat.collective
+        self.heartbeat.doing = activity
+        self.heartbeat.collective = collective or self.heartbeat.collective
         self.heartbeat.patience_s = self._activity_timeout_s
         self.heartbeat.count += 1
 
-    def at_step(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Report a completed step; from now on the normal timeout applies."""
         self.heartbeat.step = step
         self._activity_timeout_s = self.timeout_s
-        self.doing("between steps")
+        self.report_activity("between steps")
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):  # the thread gets the same error and handles it
                 self._send_heartbeat()  # a step may be shorter than the interval of the thread
@@ -151,16 +151,16 @@ class Watch:
         self.heartbeat.count += 1
 
     @contextlib.contextmanager
-    def patiently(self, what: str) -> Iterator[None]:
+    def long_operation(self, activity: str) -> Iterator[None]:
         """Report a long operation within the `with` block, with a timeout of at least an hour."""
         previous, previous_timeout_s = self.heartbeat.doing, self._activity_timeout_s
         self._activity_timeout_s = max(previous_timeout_s, LONG_TIMEOUT_S)
-        self.doing(what)
+        self.report_activity(activity)
         yield
         self._activity_timeout_s = previous_timeout_s
-        self.doing(previous)
+        self.report_activity(previous)
 
-    def speaks(self, error: BaseException) -> bool:
+    def claim_report(self, error: BaseException) -> bool:
         """Return whether this rank should print the reason why the run failed; the other ranks then end.
 
         If another rank dies, the broken connection looks like a failure of this rank. For such errors, wait
@@ -175,7 +175,7 @@ class Watch:
         self._stopped.set()
         return is_first
 
-    def located(self, error: Exception) -> Exception:
+    def add_rank_context(self, error: Exception) -> Exception:
         """Return an error that names the rank, the step, the activity and the last collective."""
         if self._thread is None or self.heartbeat.doing == STARTING or getattr(error, "is_collective", False):
             return error
@@ -188,7 +188,7 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Report that this rank ends with an error, so that the other ranks end, too."""
         if self._thread is not None:
-            self.speaks(error)
+            self.claim_report(error)
             self._keep_store_alive()
 
     def _run(self) -> None:

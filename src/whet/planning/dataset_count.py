@@ -10,18 +10,18 @@ from whet.errors import WhetError
 from whet.model_io.hub import config_directory
 from whet.model_io.tokenizer import has_tokenizer, load_tokenizer, new_tokenizer
 from whet.planning.plan import DatasetCounts
-from whet.recipes.registry import needs_of
+from whet.recipes.registry import record_needs
 
 _MAX_BYTES = 4_000_000
 _MAX_EXAMPLES = 5_000
 
 
-def count_cheaply(config: RunConfig) -> DatasetCounts | None:
+def count_small_dataset(config: RunConfig) -> DatasetCounts | None:
     """Tokenize the training records and count the steps.
 
     Returns None if the records are many, are not local, or are invalid, or if the objective samples its data.
     """
-    if config.parts() or not _is_cheap(config.data.train) or (needs := needs_of(config)).prompts:
+    if config.parts() or not _is_cheap(config.data.train) or (needs := record_needs(config)).prompts:
         return None
     curriculum = config.data.curriculum
     if curriculum is not None and curriculum.hard is not None and not _is_cheap(curriculum.hard):
@@ -31,21 +31,21 @@ def count_cheaply(config: RunConfig) -> DatasetCounts | None:
             config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})}),
             needs,
         )
-        data.use(_tokenizer(config, data))
+        data.set_tokenizer(_tokenizer(config, data))
         for name in data.sources:
             data.prepare_source(name)
         if config.data.valid is None:
-            data.hold_out()
+            data.hold_out_validation()
         facts = plan_steps(config, data)
     except (WhetError, OSError):
         return None
-    length = max(1, round(facts.tokens_a_step / max(facts.examples_a_step, 1)))
-    return DatasetCounts(facts.steps, facts.tokens_a_step, length)
+    length = max(1, round(facts.tokens_per_step / max(facts.examples_per_step, 1)))
+    return DatasetCounts(facts.steps, facts.tokens_per_step, length)
 
 
 def _tokenizer(config: RunConfig, data: RunData) -> object:
     if isinstance(config.language_model, Preset):
-        return new_tokenizer(config.language_model, data.texts())
+        return new_tokenizer(config.language_model, data.training_texts())
     directory = config_directory(config.language_model)
     if not has_tokenizer(directory):
         raise WhetError(f"{config.model} has no tokenizer")

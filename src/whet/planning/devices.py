@@ -9,7 +9,7 @@ import torch
 
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError
-from whet.hardware import Precision, choose_device, choose_precision, driver_name, find_peak, named_chip
+from whet.hardware import Precision, chip_by_name, choose_device, choose_precision, driver_name, find_peak
 from whet.models.spec import AttentionSpec, BlockSpec, ModelSpec
 from whet.parallel.preflight import check_sharding
 
@@ -30,7 +30,7 @@ class Target:
     precision: Precision
 
     @property
-    def room(self) -> int:
+    def usable_memory(self) -> int:
         """The bytes of memory that a run can use."""
         return int(self.memory * _USABLE_FRACTION)
 
@@ -51,7 +51,7 @@ def find_target(name: str | None, config: RunConfig) -> Target:
             memory = torch.cuda.get_device_properties(device).total_memory
             label = driver_name(device)
         return Target(label, device.type, memory, peak.tflops(precision.compute), 0.0, peak.source, precision)
-    chip = named_chip(name)
+    chip = chip_by_name(name)
     kind = "mps" if "Apple" in chip.pattern else "cuda"
     if precision_name == "auto":
         precision_name = "fp32" if kind == "mps" or chip.name in _NO_BF16 else "bf16"

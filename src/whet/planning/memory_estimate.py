@@ -24,7 +24,7 @@ from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.models.transformers_bridge import Bridge
 from whet.objectives.objective import Objective
-from whet.ops.dispatch import planned_for
+from whet.ops.dispatch import plan_for_device
 from whet.training.loss import weighted_loss
 from whet.training.optim.masked_optimizer import MaskedOptimizer
 
@@ -262,7 +262,7 @@ def trace(
     model.train()
     with (
         fake,
-        planned_for(device),
+        plan_for_device(device),
         _attention_kernel(device, precision),
         _record_segments(model, ledger) as recorder,
     ):
@@ -400,7 +400,7 @@ def update_bytes(optimizer: torch.optim.Optimizer, fake: FakeTensorMode) -> int:
         optimizer.state[p].update(optimizer.create_state(p, group))
         optimizer.found_inf = torch.zeros(())
         with MemoryLedger() as ledger:
-            optimizer._step_one(p, group)
+            optimizer._step_tensor(p, group)
         del optimizer.state[p]
     return ledger.segments[-1].peak
 

@@ -9,49 +9,49 @@ import torch
 
 from whet.adapters.attach import make_trainable
 from whet.adapters.nf4 import code_table
-from whet.adapters.qlora import quantise_base
+from whet.adapters.qlora import quantize_base
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
-from whet.error_boundary import wrong_input
-from whet.errors import ConfigError, ModelError, blamed_on
+from whet.error_boundary import invalid_input_errors
+from whet.errors import ConfigError, ModelError, prefix_errors
 from whet.hardware import Precision
 from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.hub import config_directory
-from whet.model_io.resolve import below_checkpoint
+from whet.model_io.resolve import starting_model
 from whet.models import families
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.new_model import new_spec
-from whet.models.from_scratch.train_tokenizer import is_homemade
+from whet.models.from_scratch.new_model import preset_model_spec
+from whet.models.from_scratch.train_tokenizer import is_builtin_tokenizer
 from whet.models.language_model import LanguageModel
 from whet.models.spec import ModelSpec
 from whet.models.transformers_bridge import Bridge
-from whet.ops.grouped_experts import grouped_problem
+from whet.ops.grouped_experts import grouped_mm_problem
 from whet.planning.model_facts import weights_directory
-from whet.recipes.recipe import UNTRAINED, ColumnShape, Frozen, Recipe
+from whet.recipes.recipe import INITIAL_MODEL, ColumnShape, Frozen, Recipe
 from whet.storage import read_json
 
 META = torch.device("meta")
 _BYTE_VOCAB_SIZE = 256
 
 
-def read_model(model: str | Preset) -> LanguageModel:
+def build_meta_model(model: str | Preset) -> LanguageModel:
     """Return a model on the meta device, built from its config.json or its preset without reading weights."""
     if isinstance(model, Preset):
-        return from_spec(new_spec(model, tokens=_vocab_size(model)))
-    if (base := below_checkpoint(model)) is not None:
-        return read_model(base)
+        return build_meta_decoder(preset_model_spec(model, vocab_size=_vocab_size(model)))
+    if (base := starting_model(model)) is not None:
+        return build_meta_model(base)
     directory = weights_directory(model, config_directory)
     config = read_config(directory)
-    family = families.choose(config).family
+    family = families.choose_family(config).family
     if family is None:
         return _build_bridge(directory, model)
     spec = read_spec(family, config, directory)
-    with wrong_input(f"{directory / 'config.json'} does not describe a valid model"):
-        return from_spec(spec)
+    with invalid_input_errors(f"{directory / 'config.json'} does not describe a valid model"):
+        return build_meta_decoder(spec)
 
 
-def from_spec(spec: ModelSpec) -> LanguageModel:
+def build_meta_decoder(spec: ModelSpec) -> LanguageModel:
     """Return a decoder on the meta device."""
     with META:
         return Decoder(spec)
@@ -66,7 +66,7 @@ def _vocab_size(preset: Preset) -> int:
         return int(size)
     if preset.vocab_size is not None:
         return preset.vocab_size
-    if is_homemade(preset.tokenizer):
+    if is_builtin_tokenizer(preset.tokenizer):
         raise ConfigError(
             "model.tokenizer chars: its vocabulary size is not known before the training records are read",
             hint="set model.vocab_size, too",
@@ -94,7 +94,7 @@ def prepare_for_training(model: LanguageModel, config: RunConfig, precision: Pre
     """Prepare a meta model for training as a run does: dtypes, quantization and adapters."""
     method = config.method
     if method.kind == "qlora":
-        quantise_base(model, device=META, dtype=precision.frozen)
+        quantize_base(model, device=META, dtype=precision.frozen)
     model.to(dtype=precision.trained if method.kind == "full" else precision.frozen)
     if method.variant == "pissa":  # has the shapes of LoRA, but would decompose weights that have no values
         method = method.model_copy(update={"variant": "lora"})
@@ -112,15 +112,15 @@ def read_frozen_models(
     is_full = config.method.kind == "full"
     frozen: dict[str, Frozen] = {}
     for role, spec in recipe.frozen_models().items():
-        if spec.name == UNTRAINED and spec.before_training:
+        if spec.name == INITIAL_MODEL and spec.before_training:
             continue
-        if spec.name == UNTRAINED and not is_full:
+        if spec.name == INITIAL_MODEL and not is_full:
             frozen[role] = "adapters-off"
             continue
         dtype = precision.trained if spec.trained_dtype and is_full else precision.frozen
-        name = config.language_model if spec.name == UNTRAINED else spec.name
-        with blamed_on(spec.key):
-            frozen[role] = read_model(name).to(dtype=dtype).requires_grad_(False).eval()
+        name = config.language_model if spec.name == INITIAL_MODEL else spec.name
+        with prefix_errors(spec.key):
+            frozen[role] = build_meta_model(name).to(dtype=dtype).requires_grad_(False).eval()
     return frozen
 
 
@@ -176,4 +176,4 @@ def fill_process_caches() -> None:
     for kind in ("values", "scales"):
         code_table(kind, cpu)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        grouped_problem("cpu", dtype, (16, 16))
+        grouped_mm_problem("cpu", dtype, (16, 16))

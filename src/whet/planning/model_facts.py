@@ -7,16 +7,16 @@ from typing import Any, TypeGuard
 
 from whet.config.preset import Preset
 from whet.model_io.config_json import read_config, read_spec
-from whet.model_io.hub import resolve
-from whet.model_io.resolve import base_of, below_checkpoint, usable_directory
+from whet.model_io.hub import resolve_model
+from whet.model_io.resolve import base_model_of, local_model_directory, starting_model
 from whet.models import families
-from whet.models.costs import ModelFacts, parameter_counts
-from whet.models.from_scratch.new_model import new_spec
+from whet.models.costs import ModelSummary, parameter_counts
+from whet.models.from_scratch.new_model import preset_model_spec
 from whet.models.spec import ModelSpec
 from whet.storage import read_json
 
 
-def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
+def model_facts(model: str | Preset, *, tokens: int) -> ModelSummary:
     """Return the vocabulary size, context length, parameter count and stop tokens of a model.
 
     Args:
@@ -24,36 +24,36 @@ def model_facts(model: str | Preset, *, tokens: int) -> ModelFacts:
         tokens: The vocabulary size of its tokenizer, for a preset.
     """
     if isinstance(model, Preset):
-        return _facts_from_spec(f"{model.preset} from scratch", new_spec(model, tokens=tokens))
-    if (base := below_checkpoint(model)) is not None:
+        return _facts_from_spec(f"{model.preset} from scratch", preset_model_spec(model, vocab_size=tokens))
+    if (base := starting_model(model)) is not None:
         return replace(model_facts(base, tokens=tokens), name=model)
     directory = weights_directory(model)
     config = read_config(directory)
     stop_tokens = _stop_tokens(config)
     if (path := directory / "generation_config.json").is_file():
         stop_tokens |= _stop_tokens(read_json(path))
-    family = families.choose(config).family
+    family = families.choose_family(config).family
     if family is not None:
         return _facts_from_spec(model, read_spec(family, config, directory), stop_tokens)
     text_config = {**config, **(config.get("text_config") or {})}  # multimodal models have a nested config
     positions = _integer(text_config, "max_position_embeddings") or _integer(text_config, "max_seq_len")
-    return ModelFacts(model, _integer(text_config, "vocab_size"), positions, None, stop_tokens)
+    return ModelSummary(model, _integer(text_config, "vocab_size"), positions, None, stop_tokens)
 
 
-def _facts_from_spec(name: str, spec: ModelSpec, stop_tokens: frozenset[int] = frozenset()) -> ModelFacts:
+def _facts_from_spec(name: str, spec: ModelSpec, stop_tokens: frozenset[int] = frozenset()) -> ModelSummary:
     parameters = sum(parameter_counts(spec).values())
-    return ModelFacts(name, spec.vocab_size, spec.max_positions, parameters, stop_tokens)
+    return ModelSummary(name, spec.vocab_size, spec.max_positions, parameters, stop_tokens)
 
 
-def weights_directory(name: str | Path, find: Callable[[str], Path] = resolve) -> Path:
+def weights_directory(name: str | Path, find: Callable[[str], Path] = resolve_model) -> Path:
     """Return the directory of a model's config.json, or that of the base model for an adapter.
 
     Args:
         name: The name or path of a model, run or adapter.
         find: Returns the local directory of a model name; it may download files.
     """
-    target = usable_directory(name)
-    if (base := base_of(target)) is not None:
+    target = local_model_directory(name)
+    if (base := base_model_of(target)) is not None:
         return weights_directory(base, find)
     return find(str(target))
 

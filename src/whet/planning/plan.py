@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses import FakeTensorMode
 
-from whet.config.load_config import ConfigLike, as_config
+from whet.config.load_config import ConfigLike, to_config
 from whet.config.objectives.custom import CustomObjective
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError
 from whet.models.decoder import Decoder
-from whet.models.heads import WithHeads
+from whet.models.heads import ModelWithHeads
 from whet.models.language_model import LanguageModel
 from whet.models.spec import ModelSpec
 from whet.objectives.objective import Objective
-from whet.ops.dispatch import FAST, using
+from whet.ops.dispatch import FAST, use_paths
 from whet.planning.collective_traffic import Traffic, estimate_traffic, sum_traffic
 from whet.planning.devices import Cluster, Target, find_cluster, find_target, shard_layers
 from whet.planning.memory_estimate import (
@@ -31,12 +31,12 @@ from whet.planning.memory_estimate import (
 from whet.planning.meta_model import (
     META,
     BatchShape,
+    build_meta_decoder,
+    build_meta_model,
     fill_process_caches,
-    from_spec,
     make_fake_batch,
     prepare_for_training,
     read_frozen_models,
-    read_model,
 )
 from whet.planning.step_sizes import batch_shape, cache_bytes, parameters_by_part, step_settings
 from whet.recipes.recipe import Build
@@ -44,7 +44,7 @@ from whet.recipes.registry import recipe_for
 from whet.training.observe.step_flops import StepFlops, step_flops
 from whet.training.optim.optimizers import create_optimizer
 
-MOST_TOKENS = 2**17  # the largest micro-batch that is tried; larger ones are not faster
+MAX_MICRO_BATCH_TOKENS = 2**17  # the largest micro-batch that is tried; larger ones are not faster
 UTILISATION = 0.4  # fraction of the peak FLOPS that a GPU reaches with a model that is not tiny
 
 
@@ -76,7 +76,7 @@ class DatasetCounts:
     """Counts from the tokenized training data."""
 
     steps: int
-    tokens_a_step: float
+    tokens_per_step: float
     length: int  # mean tokens per document
 
 
@@ -92,13 +92,15 @@ class Plan:
     flops: StepFlops  # per token
     length: int  # tokens per document, for the FLOPs
     shape: BatchShape  # a full micro-batch on one device
-    tokens_a_step: float
+    tokens_per_step: float
     micro_batches: int  # per step and device
     steps: int | None
     memory: Memory
     other_activations: int  # activations if run.grad_checkpoint had the opposite value
-    recomputes: bool  # run.grad_checkpoint
-    fits: int | None  # largest micro_batch_tokens that fits; 0: not even one document; None: not computed
+    grad_checkpoint: bool  # run.grad_checkpoint
+    max_micro_batch_tokens: (
+        int | None
+    )  # largest micro_batch_tokens that fits; 0: not even one document; None: not computed
     cache_bytes: int  # KV cache per token
     target: Target
     cluster: Cluster
@@ -114,7 +116,7 @@ class Plan:
     def compute_s(self) -> float:
         """Seconds of computation per step."""
         flops_per_s = self.cluster.devices * self.target.tflops * 1e12 * self.utilisation
-        return self.tokens_a_step * self.flops.computed / flops_per_s
+        return self.tokens_per_step * self.flops.computed / flops_per_s
 
     @property
     def efficiency(self) -> float:
@@ -145,7 +147,7 @@ class Planner:
         self.config, self.target, self.cluster = config, target, cluster
         fill_process_caches()
         precision = target.precision
-        model = read_model(config.language_model) if spec is None else from_spec(spec)
+        model = build_meta_model(config.language_model) if spec is None else build_meta_decoder(spec)
         self.parameters = parameters_by_part(model)
         self.cache_bytes = cache_bytes(model, precision.frozen)
         self.model = prepare_for_training(model, config, precision)
@@ -155,7 +157,7 @@ class Planner:
         self.frozen_models = [model for model in self.frozen.values() if isinstance(model, LanguageModel)]
         self.objective = self._make_objective()
         heads = self.objective.heads
-        trained_module = self.model if heads is None else WithHeads(self.model, heads)
+        trained_module = self.model if heads is None else ModelWithHeads(self.model, heads)
         self.trained = sum(p.numel() for p in trained_module.parameters() if p.requires_grad)
         self.trained_bytes = _bytes(p for p in trained_module.parameters() if p.requires_grad)
         self.model_bytes = _bytes([*trained_module.parameters(), *self.model.buffers()])
@@ -253,7 +255,7 @@ class Planner:
             peak: The peak memory of that micro-batch.
             accumulate: Whether a step has more than one micro-batch.
         """
-        available = self.target.room
+        available = self.target.usable_memory
         multiple = self.step.multiple
         peaks = {shape.documents: peak}  # by number of documents
 
@@ -269,12 +271,14 @@ class Planner:
             return peaks[documents]
 
         previous, current = shape.documents, 2 * shape.documents
-        if shape.positions >= MOST_TOKENS and peak <= available:
+        if shape.positions >= MAX_MICRO_BATCH_TOKENS and peak <= available:
             return shape.documents
         for _ in range(4):  # secant method: the peak is almost linear once the chunks of the loss are full
             slope = max(1.0, (peak_of(current) - peak_of(previous)) / (current - previous))
             candidate = int(current + (available - peak_of(current)) / slope)
-            candidate = max(multiple, min(candidate, MOST_TOKENS // shape.length) // multiple * multiple)
+            candidate = max(
+                multiple, min(candidate, MAX_MICRO_BATCH_TOKENS // shape.length) // multiple * multiple
+            )
             if candidate in peaks:
                 break
             previous, current = current, candidate
@@ -295,7 +299,7 @@ class Planner:
             compute = self.trace_precision.compute
             self.trace_precision = dataclasses.replace(self.trace_precision, trained=compute, frozen=compute)
             if isinstance(model, Decoder) and self.cluster.tensor > 1:
-                model = from_spec(shard_layers(model.spec, self.cluster.tensor))
+                model = build_meta_decoder(shard_layers(model.spec, self.cluster.tensor))
                 prepare_for_training(model, self.config, self.trace_precision)
             else:
                 model.to(compute)
@@ -348,9 +352,9 @@ def plan(
     Raises:
         ConfigError: The config is invalid, the device is unknown, or a value is out of range.
     """
-    from whet.planning.dataset_count import count_cheaply  # which imports this module
+    from whet.planning.dataset_count import count_small_dataset  # which imports this module
 
-    config = as_config(config)
+    config = to_config(config)
     if not 0 < utilisation <= 1:
         raise ConfigError(f"utilisation {utilisation:g}: it must be above 0 and at most 1")
     return plan_run(
@@ -359,11 +363,11 @@ def plan(
         gpus=gpus,
         network_gb_s=network_gb_s,
         utilisation=utilisation,
-        counted=count_cheaply(config),
+        counts=count_small_dataset(config),
     )
 
 
-@using(FAST)  # plan for the fast paths, even within whet.reference()
+@use_paths(FAST)  # plan for the fast paths, even within whet.reference()
 def plan_run(
     config: RunConfig,
     *,
@@ -371,7 +375,7 @@ def plan_run(
     gpus: int = 1,
     network_gb_s: float = 50.0,
     utilisation: float = UTILISATION,
-    counted: DatasetCounts | None = None,
+    counts: DatasetCounts | None = None,
     spec: ModelSpec | None = None,
     suggest: bool = True,
     user_code: bool = True,
@@ -408,21 +412,21 @@ def plan_run(
             for part in parts.values()
         ]
         largest = max(plans, key=lambda plan: plan.memory.peak)
-        tokens = sum(plan.tokens_a_step for plan in plans)
-        flops = sum((plan.flops * plan.tokens_a_step for plan in plans), StepFlops()) * (1 / tokens)
+        tokens = sum(plan.tokens_per_step for plan in plans)
+        flops = sum((plan.flops * plan.tokens_per_step for plan in plans), StepFlops()) * (1 / tokens)
         micro_batches = sum(plan.micro_batches for plan in plans)
         return dataclasses.replace(
             largest,
             objective="mix",
-            tokens_a_step=tokens,
+            tokens_per_step=tokens,
             flops=flops,
             micro_batches=micro_batches,
             traffic=sum_traffic(cluster, [plan.traffic for plan in plans]),
         )
     planner = Planner(config, target, cluster, spec)
     shape, tokens_a_step = batch_shape(config, planner.step)
-    length = shape.length if counted is None else counted.length
-    tokens = float(tokens_a_step) if counted is None else counted.tokens_a_step
+    length = shape.length if counts is None else counts.length
+    tokens = float(tokens_a_step) if counts is None else counts.tokens_per_step
     micro_batches = max(
         1, math.ceil(tokens / cluster.shares / max(shape.positions, step_settings(config).micro_tokens))
     )
@@ -443,13 +447,13 @@ def plan_run(
         flops=flops,
         length=length,
         shape=shape,
-        tokens_a_step=tokens,
+        tokens_per_step=tokens,
         micro_batches=micro_batches,
-        steps=config.run.steps if counted is None else counted.steps,
+        steps=config.run.steps if counts is None else counts.steps,
         memory=memory,
         other_activations=toggled.activations,
-        recomputes=recompute,
-        fits=fits,
+        grad_checkpoint=recompute,
+        max_micro_batch_tokens=fits,
         cache_bytes=planner.cache_bytes,
         target=target,
         cluster=cluster,

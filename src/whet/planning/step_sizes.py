@@ -55,7 +55,7 @@ def parameters_by_part(model: LanguageModel) -> dict[str, int]:
 def cache_bytes(model: LanguageModel, dtype: torch.dtype) -> int:
     """Return the bytes of one token in the KV cache of all layers, ignoring attention windows."""
     if isinstance(model, Decoder):
-        return sum(map(_cached_values, model.spec.attentions)) * dtype.itemsize
+        return sum(map(_cached_values, model.spec.attention_specs)) * dtype.itemsize
     config = model.hf_config()
     heads = config.get("num_attention_heads") or 1
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads

@@ -5,7 +5,7 @@ from typing import Any
 from whet.config.objectives.custom import CustomObjective
 from whet.config.placeholder import parse_placeholder
 from whet.config.run_config import RunConfig
-from whet.error_boundary import reason
+from whet.error_boundary import error_text
 from whet.errors import ConfigError
 from whet.given.given import Given
 from whet.objectives.objective import Objective
@@ -55,9 +55,9 @@ def _load(section: CustomObjective, given: Given) -> Any:  # Any: any object of 
             )
         return given.objective
     try:
-        return load_user_object(section.kind, what="class")
+        return load_user_object(section.kind, kind="class")
     except Exception as error:  # importing the user's module can raise anything
-        raise ConfigError(f"objective.kind {section.kind} cannot be used: {reason(error)}") from error
+        raise ConfigError(f"objective.kind {section.kind} cannot be used: {error_text(error)}") from error
 
 
 def _construct(objective_class: type, section: CustomObjective) -> Any:  # Any: an instance of a user's class
@@ -66,7 +66,7 @@ def _construct(objective_class: type, section: CustomObjective) -> Any:  # Any: 
     except Exception as error:  # the user's constructor can raise anything
         keys = ", ".join(section.arguments) or "none"
         raise ConfigError(
-            f"objective.kind {section.kind} does not accept its keys ({keys}): {reason(error)}"
+            f"objective.kind {section.kind} does not accept its keys ({keys}): {error_text(error)}"
         ) from error
 
 

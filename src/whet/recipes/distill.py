@@ -6,7 +6,7 @@ import torch
 
 from whet.config.objectives.distill import DistillObjective
 from whet.data.run_data import RunData
-from whet.data.tokens.teacher_logprobs import Teaching
+from whet.data.tokens.teacher_logprobs import TeacherLogprobs
 from whet.models.language_model import LanguageModel
 from whet.objectives.distill import Distillation
 from whet.objectives.hidden_matching import HiddenMatching
@@ -50,7 +50,7 @@ class DistillRecipe(Recipe[DistillObjective]):
         for split, teachings in stored.items():
             b.data.examples[split].sides.teachings = teachings
 
-    def _open_stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[Teaching]]:
+    def _open_stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[TeacherLogprobs]]:
         if self.section.offline is None:
             return {}
         return open_teacher_logprobs(data.examples, self.section, student=student, vocab_size=vocab_size)
@@ -65,7 +65,7 @@ class DistillRecipe(Recipe[DistillObjective]):
             temperature=section.temperature,
             alpha=section.alpha,
             divergence=section.divergence,
-            taught=weights if section.offline else (),
+            offline_weights=weights if section.offline else (),
             matching=self._build_matching(b),
         )
 

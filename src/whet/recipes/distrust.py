@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from whet.config.objectives.distrust import DistrustObjective
-from whet.data.distrust_markers import DECLARED
+from whet.data.distrust_markers import DECLARED_FIELDS
 from whet.data.run_data import Needs
-from whet.data.sources.splits import learned
-from whet.objectives.distrust_loss import COLUMNS, Distrust, calibrated_scale, squared_distance
+from whet.data.sources.splits import training_entries
+from whet.objectives.distrust_loss import COLUMNS, Distrust, calibrate_scale, squared_distance
 from whet.objectives.objective import Objective
 from whet.recipes.recipe import Build, ColumnShape, Recipe, StepShape
 
@@ -21,7 +21,7 @@ class DistrustRecipe(Recipe[DistrustObjective]):
 
     def needs(self) -> Needs:
         """Return the two score columns, and the fields that the scores were computed from."""
-        return Needs(columns=COLUMNS, scored=DECLARED)
+        return Needs(columns=COLUMNS, scored_from=DECLARED_FIELDS)
 
     def step_shape(self) -> StepShape:
         """Return the shape of a step, with a column of two scores per document."""
@@ -35,7 +35,7 @@ class DistrustRecipe(Recipe[DistrustObjective]):
         )
         scale = section.scale
         if scale == "auto":
-            scale = calibrated_scale(squares, alpha=section.alpha)
+            scale = calibrate_scale(squares, alpha=section.alpha)
             if not b.is_plan:
                 log.info("distrust: scale %.4g", scale)
         if section.mode == "additive" and not b.is_plan:
@@ -54,7 +54,8 @@ class DistrustRecipe(Recipe[DistrustObjective]):
     @staticmethod
     def _squared_distances(b: Build) -> torch.Tensor:
         values = [
-            np.array(examples.store.values)[examples.records, :2] for examples in learned(b.data.examples)
+            np.array(examples.store.values)[examples.records, :2]
+            for examples in training_entries(b.data.examples)
         ]
         # rounded to fp32 like the batches, so that the same scores give exactly 0 in both
         return squared_distance(torch.from_numpy(np.concatenate(values)).float()).double()

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import adapted
-from whet.errors import ModelError, blamed_on
+from whet.adapters.adapter import named_adapters
+from whet.errors import ModelError, prefix_errors
 from whet.hardware import Precision
 from whet.model_io.fingerprints import weights_digest
 from whet.model_io.load import load, load_base
 from whet.models.language_model import LanguageModel
-from whet.recipes.recipe import UNTRAINED, Frozen, FrozenModel
+from whet.recipes.recipe import INITIAL_MODEL, Frozen, FrozenModel
 
 log = logging.getLogger("whet")
 
@@ -39,7 +39,7 @@ def load_frozen_models(
     frozen: dict[str, Frozen] = {}
     identities: dict[str, str] = {}
     for role, spec in specs.items():
-        if spec.name == UNTRAINED:
+        if spec.name == INITIAL_MODEL:
             if not spec.before_training:
                 frozen[role] = untrained_copy(model)
             continue
@@ -70,7 +70,7 @@ def _load_by_name(
     that names its base model as the reference therefore equals a run that names no reference.
     """
     dtype = precision.trained if spec.trained_dtype and not has_adapters(model) else precision.frozen
-    with blamed_on(spec.key):
+    with prefix_errors(spec.key):
         loaded, frozen_tokenizer = (load_base if spec.trained_dtype else load)(
             spec.name, dtype=dtype, device=model.device
         )
@@ -114,7 +114,7 @@ def load_teacher(
         vocab_size: The vocabulary size of the student, if it is known.
         tokenizer: The tokenizer of the student.
     """
-    with blamed_on("objective.teacher"):
+    with prefix_errors("objective.teacher"):
         teacher, teacher_tokenizer = load(name, dtype=dtype, device=device)
         check_same_vocabulary(
             name,
@@ -179,4 +179,4 @@ def identity_of(model: LanguageModel) -> str:
 
 def has_adapters(model: LanguageModel) -> bool:
     """Return whether a model has adapters."""
-    return any(True for _ in adapted(model))
+    return any(True for _ in named_adapters(model))

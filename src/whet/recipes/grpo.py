@@ -13,16 +13,16 @@ from whet.config.objectives.grpo import GRPOObjective
 from whet.config.run_config import RunConfig
 from whet.data.packing import StepSettings
 from whet.data.run_data import EvaluationSplit, Needs
-from whet.data.tokens.prompts import Prompt, fitting
+from whet.data.tokens.prompts import Prompt, select_fitting_prompts
 from whet.errors import ConfigError, StorageError
 from whet.evaluation.answer_metrics import AnswerMetrics
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.objectives.grpo import GRPO
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.recipes.frozen_models import check_reference_length
 from whet.recipes.recipe import (
-    UNTRAINED,
+    INITIAL_MODEL,
     Build,
     ColumnShape,
     Evaluators,
@@ -32,9 +32,9 @@ from whet.recipes.recipe import (
     StepShape,
 )
 from whet.rl.rewards.worker_pool import RewardPool
-from whet.rl.rollout_sampler import Sampler, evaluate_rewards
+from whet.rl.rollout_sampler import RolloutSampler, evaluate_rewards
 from whet.rl.rollouts import RolloutStream
-from whet.run_directory import SAMPLES_FILE, set_aside_later_rows
+from whet.run_directory import SAMPLES_FILE, move_superseded_rows
 from whet.storage import append_text
 from whet.training.callbacks import Callback, Injector, Metrics, RunView
 
@@ -77,7 +77,7 @@ class GRPORecipe(Recipe[GRPOObjective]):
         """Return the reference model of the KL term, or nothing if beta is 0."""
         if not self.section.beta:
             return {}
-        name = self.section.reference_model or UNTRAINED
+        name = self.section.reference_model or INITIAL_MODEL
         return {"reference": FrozenModel(name, "objective.reference_model", trained_dtype=True)}
 
     def step_shape(self) -> StepShape:
@@ -127,7 +127,7 @@ class GRPORecipe(Recipe[GRPOObjective]):
             epsilon=section.epsilon,
             epsilon_high=section.epsilon_high,
             beta=section.beta,
-            aggregation=section.aggregated_by,
+            aggregation=section.resolved_aggregation,
             max_tokens=section.max_new_tokens,
             temperature=section.temperature,
         )
@@ -161,11 +161,11 @@ class RolloutSource:
         tokenizer: Any,  # Any: a transformers tokenizer
         pool: RewardPool,
         precision: Precision,
-        world: World = SOLO,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.config = config
         self.model = model
-        self.sampler = Sampler(model, tokenizer, section, pool, precision, world)
+        self.sampler = RolloutSampler(model, tokenizer, section, pool, precision, world)
         if not self.sampler.stops:
             log.warning(
                 "the tokenizer has no stop token: every completion is truncated at objective.max_new_tokens"
@@ -175,7 +175,7 @@ class RolloutSource:
     def _fitting(self, split: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts that leave room for a completion in the model's context."""
         data = self.config.data
-        fitting_prompts = fitting(
+        fitting_prompts = select_fitting_prompts(
             prompts,
             context=self.model.max_positions,
             max_length=data.max_length,
@@ -217,7 +217,7 @@ class RolloutSamples(Injector):  # an injector, to write a step's samples before
         """Move samples from after the checkpoint to another file, because a resumed run writes them again."""
         self.run = run
         with contextlib.suppress(StorageError):
-            set_aside_later_rows(self.path, step=run.step, evaluated_step=None)
+            move_superseded_rows(self.path, step=run.step, evaluated_step=None)
 
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """Write the samples of the step if they are due."""

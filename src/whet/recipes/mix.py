@@ -27,7 +27,7 @@ class MixRecipe(Recipe[MixObjective]):
     def __init__(self, config: RunConfig, section: MixObjective, given: Given | None = None) -> None:
         super().__init__(config, section, given)
         self.parts = {name: recipe_for(part, given) for name, part in config.parts().items()}
-        self.weights = {part.called: part.weight for part in section.parts}
+        self.weights = {part.label: part.weight for part in section.parts}
 
     def check(self) -> None:
         """Check the settings of every part."""
@@ -87,10 +87,10 @@ class MixData:
         """The settings that split the steps of the first part into micro-batches."""
         return next(iter(self.parts.values())).steps
 
-    def texts(self) -> Iterator[str]:
+    def training_texts(self) -> Iterator[str]:
         """Yield the texts of the training records of all parts, to train a tokenizer on."""
         for data in self.parts.values():
-            yield from data.texts()
+            yield from data.training_texts()
 
     def digests(self) -> dict[str, str]:
         """Return a hash of each source's records, under "PART.SOURCE"."""
@@ -113,13 +113,13 @@ class MixData:
             log.info("part %s, weight %g:", name, self.weights[name])
             data.prepare(tokenizer)
 
-    def check(self, model: LanguageModel) -> None:
+    def check_model_limits(self, model: LanguageModel) -> None:
         """Raise an error for tokens and lengths that the model does not support.
 
         Warns if no supervised token would teach the model to stop.
         """
         for data in self.parts.values():
-            data.check(model)
+            data.check_model_limits(model)
 
     def stream(self) -> "MixStream":
         """Return steps that contain the next step of every part."""
@@ -129,9 +129,9 @@ class MixData:
         """Return the size of each part's steps in words."""
         return "; ".join(f"{name}: {data.describe_steps()}" for name, data in self.parts.items())
 
-    def split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
+    def evaluation_split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:
         """Return the batches and questions of a split over all parts that have it, or None."""
-        part_splits = {part: data.split(name, model) for part, data in self.parts.items()}
+        part_splits = {part: data.evaluation_split(name, model) for part, data in self.parts.items()}
         splits = {part: split for part, split in part_splits.items() if split is not None}
         if not splits:
             return None

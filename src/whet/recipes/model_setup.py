@@ -18,18 +18,18 @@ from whet.errors import ConfigError, ModelError
 from whet.hardware import Precision
 from whet.model_io.fingerprints import weights_digest
 from whet.model_io.formats.adapter_files import save_adapter
-from whet.model_io.load import load_base, load_quantised
+from whet.model_io.load import load_base, load_quantized
 from whet.model_io.save import save, save_base
-from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
+from whet.model_io.tokenizer import load_model_tokenizer, new_tokenizer
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.decoder import Decoder
 from whet.models.language_model import LanguageModel
 from whet.ops.attention import describe_backend
-from whet.ops.fp8 import MULTIPLE
+from whet.ops.fp8 import FP8_MULTIPLE
 from whet.ops.linear import Linear
-from whet.parallel.fsdp import whole_on_main
+from whet.parallel.fsdp import full_parameters_on_main
 from whet.recipes.recipe import Build, Evaluators, RecipeData, describe_parameters
-from whet.run_directory import BASE, TOKENIZER
+from whet.run_directory import BASE_DIRECTORY, TOKENIZER_DIRECTORY
 
 if TYPE_CHECKING:
     from whet.evaluation.answer_metrics import AnswerMetrics
@@ -44,8 +44,8 @@ def find_tokenizer(
     """Return the model's tokenizer, or a new one trained on the data."""
     model = config.language_model
     if isinstance(model, Preset):
-        return new_tokenizer(model, data.texts(), kept_in=directory / TOKENIZER)
-    if (tokenizer := tokenizer_of(model)) is None:
+        return new_tokenizer(model, data.training_texts(), stored_in=directory / TOKENIZER_DIRECTORY)
+    if (tokenizer := load_model_tokenizer(model)) is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot read records")
     return tokenizer
 
@@ -85,13 +85,13 @@ def _load_untrained_model(
         model = new_model(name, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         return model.to(device, dtype)
     if config.method.kind == "qlora":
-        return load_quantised(name, dtype=dtype, device=device)
+        return load_quantized(name, dtype=dtype, device=device)
     model, _ = load_base(name, dtype=dtype, device=device)
     if config.optim.mup is not None:
-        from whet.models.from_scratch.mup import refuse_other_multipliers
+        from whet.models.from_scratch.mup import check_mup_multipliers
 
         spec = model.spec if isinstance(model, Decoder) else None
-        refuse_other_multipliers(spec, config.optim.mup, name=name)
+        check_mup_multipliers(spec, config.optim.mup, name=name)
     return model
 
 
@@ -141,14 +141,14 @@ def text_evaluators(
 def stage_tokenizer(config: RunConfig, b: Build, staging: Path) -> None:
     """Save a tokenizer that was trained for this run, because no model directory has it yet."""
     if isinstance(config.model, Preset):
-        save_tokenizer(b.tokenizer, staging / TOKENIZER)
+        save_tokenizer(b.tokenizer, staging / TOKENIZER_DIRECTORY)
 
 
 def save_language_model(
     config: RunConfig, b: Build, final: Path, *, head: "StoredHead | None" = None
 ) -> None:
     """Write a Hugging Face model directory or a PEFT adapter directory."""
-    with whole_on_main(b.model, b.world), b.world.abreast():
+    with full_parameters_on_main(b.model, b.world), b.world.sync_errors():
         if b.world.is_main:
             _save(config, b, final, head)
 
@@ -159,7 +159,7 @@ def _save(config: RunConfig, b: Build, final: Path, head: "StoredHead | None") -
         return
     base = None
     if b.model.name is None:  # an adapter was merged into these weights, so they exist nowhere else
-        base = b.directory / BASE
+        base = b.directory / BASE_DIRECTORY
         if not base.exists():
             save_base(b.model, b.tokenizer, base)
     save_adapter(b.model, final, tokenizer=b.tokenizer, base=base, classifier=head)
@@ -192,11 +192,13 @@ def use_fp8(model: LanguageModel, method: str, *, device: torch.device | None = 
         raise ConfigError(f"run.fp8 is not supported on {device.type}", hint="set run.fp8 to false")
     layers = [module for block in model.blocks() for module in block.modules() if type(module) is Linear]
     fitting = [
-        layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+        layer
+        for layer in layers
+        if not (layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE)
     ]
     if not fitting:
         raise ConfigError(
-            f"run.fp8: no linear layer of this model has dimensions that are multiples of {MULTIPLE}",
+            f"run.fp8: no linear layer of this model has dimensions that are multiples of {FP8_MULTIPLE}",
             hint="set run.fp8 to false; only models with whet's native implementation support it",
         )
     for layer in fitting:

@@ -5,7 +5,7 @@ import logging
 from whet.config.objectives.mtp import MTPObjective
 from whet.errors import DataError
 from whet.models.decoder import Decoder
-from whet.models.mtp import block_of
+from whet.models.mtp import mtp_block_spec
 from whet.objectives.mtp import MultiTokenPrediction
 from whet.objectives.objective import Objective
 from whet.recipes.recipe import Build, Recipe
@@ -31,7 +31,7 @@ class MTPRecipe(Recipe[MTPObjective]):
     def objective(self, b: Build) -> Objective:
         """Return the MTP objective with new heads."""
         section = self.section
-        block = block_of(b.model, section)
+        block = mtp_block_spec(b.model, section)
         objective = MultiTokenPrediction(b.model, section.n_predict, section.weight, block)
         heads = objective.heads.to(b.precision.trained)
         if not b.is_plan:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from whet.config.objectives.preference import PreferenceObjective
-from whet.data.batches import one_pass
+from whet.data.batches import iter_batches_once
 from whet.data.run_data import Needs
 from whet.data.tokens.examples import StoredPairs
-from whet.models.language_model import LanguageModel, evaluating
+from whet.models.language_model import LanguageModel, eval_mode
 from whet.objectives.objective import Objective
-from whet.objectives.preference import Preference, answer_logprobs
+from whet.objectives.preference import Preference, response_logprobs
 from whet.recipes.frozen_models import check_reference_length
-from whet.recipes.recipe import UNTRAINED, Build, ColumnShape, FrozenModel, Recipe, StepShape
-from whet.training.loss import in_precision
+from whet.recipes.recipe import INITIAL_MODEL, Build, ColumnShape, FrozenModel, Recipe, StepShape
+from whet.training.loss import autocast_context
 
 log = logging.getLogger("whet")
 
@@ -33,7 +33,7 @@ class PreferenceRecipe(Recipe[PreferenceObjective]):
         if not section.has_reference:
             return {}
         reference = FrozenModel(
-            section.reference_model or UNTRAINED,
+            section.reference_model or INITIAL_MODEL,
             "objective.reference_model",
             trained_dtype=True,
             before_training=not self._is_online,
@@ -54,7 +54,7 @@ class PreferenceRecipe(Recipe[PreferenceObjective]):
             return
         spec, reference = self.frozen_models()["reference"], b.frozen.get("reference")
         examples: Mapping[str, StoredPairs] = b.data.examples
-        if isinstance(reference, LanguageModel) and spec.name != UNTRAINED:
+        if isinstance(reference, LanguageModel) and spec.name != INITIAL_MODEL:
             longest = max(int(pairs.sides.lengths.max()) for pairs in examples.values())
             check_reference_length(spec, reference, longest)
         if self._is_online:
@@ -63,14 +63,14 @@ class PreferenceRecipe(Recipe[PreferenceObjective]):
         if isinstance(reference, LanguageModel):
             model, identity = reference, b.identities[spec.name]
         for name, pairs in examples.items():
-            pairs.references = _reference_logprobs(name, pairs, model, identity, b)
+            pairs.reference_logprobs = _reference_logprobs(name, pairs, model, identity, b)
 
     def objective(self, b: Build) -> Objective:
         """Return the preference objective."""
         section = self.section
         return Preference(
             section.kind,
-            beta=section.strength,
+            beta=section.resolved_beta,
             gamma=section.gamma,
             label_smoothing=section.label_smoothing,
             logprobs=section.logprobs,
@@ -86,22 +86,22 @@ def _reference_logprobs(
     key = hashlib.sha256(f"{identity} {b.precision.compute}".encode())
     key.update(np.stack((sides.starts, sides.stops)).tobytes())
     path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
-    if b.world.from_main(path.is_file() and path.stat().st_size == 8 * len(sides)):
+    if b.world.broadcast(path.is_file() and path.stat().st_size == 8 * len(sides)):
         log.info("reference: using stored log-probabilities of %s", name)
         return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
     log.info("reference: computing log-probabilities of %d completions of %s", len(sides), name)
     logprobs = np.zeros((len(pairs), 2))
     device = model.device
-    batches = list(one_pass(pairs, b.data.steps))
+    batches = list(iter_batches_once(pairs, b.data.steps))
     local_scores = []  # of this rank's batches
-    with evaluating(model):
-        for _, (_, batch), _ in b.world.rounds(batches):
-            with in_precision(b.precision, device):
-                scores = answer_logprobs(model, batch.to(device))
+    with eval_mode(model):
+        for _, (_, batch), _ in b.world.local_items(batches):
+            with autocast_context(b.precision, device):
+                scores = response_logprobs(model, batch.to(device))
             local_scores.append(scores.double().cpu().numpy().reshape(-1, 2))
-    all_scores = b.world.in_order(local_scores, len(batches))
+    all_scores = b.world.gather_in_order(local_scores, len(batches))
     for (indices, _), batch_scores in zip(batches, all_scores, strict=True):
         logprobs[indices] = batch_scores
     if b.world.is_main:
-        pairs.store.keep_beside(path.name, logprobs)
+        pairs.store.write_sidecar(path.name, logprobs)
     return logprobs

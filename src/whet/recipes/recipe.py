@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from whet.adapters.qlora import quantised_weights
+from whet.adapters.qlora import quantized_size
 from whet.config.run_config import RunConfig
 from whet.data.batches import Axis, StepStream
 from whet.data.packing import StepSettings
@@ -20,7 +20,7 @@ from whet.given.given import Given
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel, Trainable
 from whet.objectives.objective import Objective
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.run_directory import ARCH_FILE
 from whet.training.callbacks import Callback, Metrics
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 Evaluators = list[Callable[[], Metrics]]
 Frozen = LanguageModel | Literal["adapters-off"]
-UNTRAINED = "the model as it is before the first step"
+INITIAL_MODEL = "the model as it is before the first step"
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,21 @@ class RecipeData(Protocol):
     def steps(self) -> StepSettings:
         """The settings that split steps into micro-batches."""
 
-    def texts(self) -> Iterator[str]:
+    def training_texts(self) -> Iterator[str]:
         """Yield the texts of the training records, to train a tokenizer on."""
 
     def prepare(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Read and tokenize every source."""
 
-    def check(self, model: Any) -> None:  # Any: the Trainable of the recipe
+    def check_model_limits(self, model: Any) -> None:  # Any: the Trainable of the recipe
         """Raise an error for examples that the model cannot read."""
 
     def stream(self) -> StepStream:
         """Return the training steps."""
 
-    def split(self, name: Any, model: Any) -> EvaluationSplit | None:  # Any: the name of a split; as above
+    def evaluation_split(
+        self, name: Any, model: Any
+    ) -> EvaluationSplit | None:  # Any: the name of a split; as above
         """Return the split "valid" or "test", or None if the run does not have it."""
 
     def digests(self) -> dict[str, str]:
@@ -109,7 +111,7 @@ class Build:
     identities: Mapping[str, str] = field(default_factory=dict)  # hashes of the frozen models, by name
     base_digest: str = ""  # hash of the untrained weights
     directory: Path = Path()
-    world: World = SOLO
+    world: World = SINGLE_PROCESS
     objective: Objective | None = None
     steps: StepStream | None = None
 
@@ -133,7 +135,7 @@ class Recipe(abc.ABC, Generic[S]):
     """
 
     has_batches_at_start = True  # False if batches exist only during training, such as sampled completions
-    answers_in_text = True  # whether the model can generate text
+    generates_text = True  # whether the model can generate text
     counts_flops = True  # whether the FLOPs per token are known
     metrics: "AnswerMetrics | None" = None  # the functions of eval.metrics, after `start`
 
@@ -259,6 +261,6 @@ class Recipe(abc.ABC, Generic[S]):
 
 def describe_parameters(model: Trainable) -> str:
     """Return the number of parameters of a model and of its trainable ones, in words."""
-    total = sum(p.numel() for p in model.parameters()) + quantised_weights(model)[0]
+    total = sum(p.numel() for p in model.parameters()) + quantized_size(model)[0]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{total:,}, {trainable:,} trainable ({100 * trainable / total:.2f}%)"

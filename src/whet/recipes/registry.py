@@ -41,6 +41,6 @@ def recipe_for(config: RunConfig, given: Given | None = None) -> "Recipe[Any]": 
     return recipe
 
 
-def needs_of(config: RunConfig) -> Needs:
+def record_needs(config: RunConfig) -> Needs:
     """Return which parts of the records a config's objective reads, without importing a custom objective."""
     return Needs() if isinstance(config.objective, CustomObjective) else recipe_for(config).needs()

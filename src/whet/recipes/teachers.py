@@ -9,9 +9,10 @@ import numpy as np
 
 from whet.config.objectives.distill import DistillObjective
 from whet.data.tokens.examples import StoredExamples, StoredPairs
-from whet.data.tokens.teacher_logprobs import Teaching, open_teaching
+from whet.data.tokens.teacher_logprobs import TeacherLogprobs
+from whet.data.tokens.teacher_logprobs import open_teacher_logprobs as open_logprobs_file
 from whet.errors import DataError
-from whet.model_io.fingerprints import config_mark, weights_mark
+from whet.model_io.fingerprints import config_file_digest, weight_files_digest
 from whet.recipes.frozen_models import check_same_vocab_size
 
 log = logging.getLogger("whet")
@@ -21,7 +22,7 @@ Examples = Mapping[str, StoredExamples | StoredPairs]
 
 def open_teacher_logprobs(
     examples: Examples, section: DistillObjective, *, student: str, vocab_size: int
-) -> dict[str, list[Teaching]]:
+) -> dict[str, list[TeacherLogprobs]]:
     """Return the stored log-probabilities of all teachers for each split.
 
     Args:
@@ -52,8 +53,10 @@ def _open(
     *,
     student: str,
     vocab_size: int,
-) -> Teaching:
-    logprobs = open_teaching(teacher_logprobs_path(name, examples, section), examples.supervised_counts())
+) -> TeacherLogprobs:
+    logprobs = open_logprobs_file(
+        teacher_logprobs_path(name, examples, section), examples.supervised_counts()
+    )
     if logprobs is None:
         raise DataError(
             f"there are no stored log-probabilities of {name} for the {split} records "
@@ -61,7 +64,7 @@ def _open(
             hint="compute them with: whet teach CONFIG",
         )
     check_same_vocab_size(name, logprobs.facts["vocab_size"], student, vocab_size)
-    current_marks = {"weights": weights_mark(name), "config": config_mark(name)}
+    current_marks = {"weights": weight_files_digest(name), "config": config_file_digest(name)}
     for part, mark in current_marks.items():
         if mark is not None and mark != logprobs.facts.get(part, mark):
             raise DataError(

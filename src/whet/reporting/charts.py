@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.reporting.formatting import format_number
 from whet.reporting.html_page import html_text
 from whet.reporting.svg import BLUE, ORANGE, figure_style, svg
-from whet.runs.metric_series import Metric, Series, smoothed, thinned
+from whet.runs.metric_series import Metric, Series, downsample, smooth
 
 MAX_CHARTS = 36
 # metrics of the training section, with their titles
@@ -65,7 +65,7 @@ _LARGE_FROM = 5 * 72  # points: wider figures scroll on narrow screens instead o
 def loss_charts(metrics: dict[str, Metric]) -> list[str]:
     """Return the chart of the training and evaluation loss, or an empty list."""
     loss = Metric(metrics.get("loss", Metric()).train, metrics.get("eval_loss", Metric()).evaluation)
-    return [chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.drawable else []
+    return [chart("loss", "loss", loss, size=(8.6, 3.0))] if loss.has_points else []
 
 
 def training_charts(metrics: dict[str, Metric], *, planned_gib: float | None = None) -> list[str]:
@@ -73,7 +73,7 @@ def training_charts(metrics: dict[str, Metric], *, planned_gib: float | None = N
     return [
         chart(name, title, metrics[name], planned=planned_gib if name == "peak_gib" else None)
         for name, title in TRAINING.items()
-        if name in metrics and metrics[name].drawable
+        if name in metrics and metrics[name].has_points
     ]
 
 
@@ -83,7 +83,7 @@ def other_charts(metrics: dict[str, Metric]) -> tuple[list[str], int]:
         {
             name: metric
             for name, metric in metrics.items()
-            if metric.drawable and name not in {*TRAINING, *NOT_DRAWN} and not name.startswith("exp_")
+            if metric.has_points and name not in {*TRAINING, *NOT_DRAWN} and not name.startswith("exp_")
         }
     )
     shown = list(drawable)[:MAX_CHARTS]
@@ -129,11 +129,11 @@ def chart(
 ) -> str:
     """Return the figure of a metric over the steps, with a horizontal line at the planned value, if any."""
     key = element_id(name)
-    label = escape(visible(f"{title} over the steps of the run"), quote=True)
+    label = escape(to_visible_text(f"{title} over the steps of the run"), quote=True)
     with figure_style() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        _draw(axes, metric, smooth=name not in _UNSMOOTHED)
+        _draw(axes, metric, smoothed=name not in _UNSMOOTHED)
         if planned is not None:
             axes.axhline(planned, color=ORANGE, linestyle="--", linewidth=1.2, label="planned")
             axes.legend(loc="best", fontsize=8)
@@ -141,13 +141,13 @@ def chart(
     return figure_element(key, picture, _caption(title, metric, planned))
 
 
-def _draw(axes: Any, metric: Metric, *, smooth: bool) -> None:  # Any: matplotlib has no types
+def _draw(axes: Any, metric: Metric, *, smoothed: bool) -> None:  # Any: matplotlib has no types
     both = bool(metric.train.values and metric.evaluation.values)
     if metric.train.values:
-        average = smoothed(metric.train.values) if smooth else None
+        average = smooth(metric.train.values) if smoothed else None
         _draw_training(axes, metric.train, average, label="training" if both else None)
     if metric.evaluation.values:
-        steps, values = thinned(metric.evaluation.steps, metric.evaluation.values)
+        steps, values = downsample(metric.evaluation.steps, metric.evaluation.values)
         label = "evaluation" if both else None
         has_markers = len(values) <= 40
         axes.plot(
@@ -193,7 +193,7 @@ def _draw_training(
     alpha = 0.35 if average else 1.0
     marker = "o" if len(series.values) == 1 else None
     axes.plot(
-        *thinned(series.steps, series.values),
+        *downsample(series.steps, series.values),
         color=BLUE,
         alpha=alpha,
         linewidth=1.0 if average else 1.5,
@@ -201,7 +201,7 @@ def _draw_training(
         label=None if average else label,
     )
     if average:
-        axes.plot(*thinned(series.steps, average), color=BLUE, linewidth=1.5, label=label)
+        axes.plot(*downsample(series.steps, average), color=BLUE, linewidth=1.5, label=label)
 
 
 def _caption(title: str, metric: Metric, planned: float | None) -> str:
@@ -214,6 +214,6 @@ def _caption(title: str, metric: Metric, planned: float | None) -> str:
             parts.append(f"{kind} {change}" if both else change)
     if planned is not None:
         parts.append(f"planned {format_number(planned)}")
-    if metric.left_out:
-        parts.append(f"{metric.left_out:,} non-finite values not drawn")
+    if metric.omitted_points:
+        parts.append(f"{metric.omitted_points:,} non-finite values not drawn")
     return f"<b>{html_text(title)}</b> <span class='quiet'>{html_text('; '.join(parts))}</span>"

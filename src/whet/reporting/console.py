@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from whet.error_boundary import printable
+from whet.error_boundary import escape_control_characters
 from whet.runs.run_log import LineFormatter
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def notes() -> "Console":
+def stderr_console() -> "Console":
     """Return the shared console on standard error, for messages and progress."""
     return escaping_console(cast("IO[str]", _StandardError()))
 
@@ -31,7 +31,11 @@ def escaping_console(file: IO[str]) -> "Console":
     class EscapingConsole(Console):
         def render(self, *arguments: Any, **options: Any) -> "Iterator[Segment]":  # Any: rich's signature
             for segment in super().render(*arguments, **options):
-                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+                yield (
+                    segment
+                    if segment.control
+                    else Segment(escape_control_characters(segment.text), segment.style)
+                )
 
     # emoji=False: the colons in "synth:house:40" are not an emoji code
     return EscapingConsole(file=file, soft_wrap=True, emoji=False, markup=False, highlight=False)
@@ -66,7 +70,7 @@ def discard_after_error(stream: IO[str], *, reraise: int | None = None) -> "Iter
         os.close(devnull)
 
 
-class NotesHandler(logging.Handler):
+class ConsoleHandler(logging.Handler):
     """Print log lines on the console that owns the progress bar, because other output would break the bar."""
 
     def __init__(self) -> None:
@@ -75,4 +79,4 @@ class NotesHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a log record as one line."""
-        notes().print(self.format(record), highlight=False, markup=False)
+        stderr_console().print(self.format(record), highlight=False, markup=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 
 # defense in depth for untrusted text: even unescaped markup could not run or load anything
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -49,7 +49,7 @@ def html_page(parts: Iterable[str], *, title: str, style: str) -> str:
 
 def html_text(text: str) -> str:
     """Escape a single-line text, with control characters made visible."""
-    return escape(visible(text))
+    return escape(to_visible_text(text))
 
 
 def html_lines(text: str) -> str:

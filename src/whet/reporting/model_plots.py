@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.errors import ConfigError
 from whet.reporting.svg import BLUE, figure_style
 
@@ -43,7 +43,9 @@ def draw_attention(
             f"layer {layer} has no attention map", hint=f"available layers: {', '.join(map(str, maps))}"
         )
     heads = maps[layer][row].detach().float().cpu().numpy()  # [heads, queries, keys]
-    names = None if labels is None or len(labels) > _MAX_LABELS else [visible(label) for label in labels]
+    names = (
+        None if labels is None or len(labels) > _MAX_LABELS else [to_visible_text(label) for label in labels]
+    )
     with figure_style() as new_figure:
         columns = min(_COLUMNS, len(heads))
         rows = -(-len(heads) // columns)
@@ -81,8 +83,10 @@ def draw_layers(values: Mapping[str, float], path: str | Path, *, title: str) ->
         figure = new_figure(figsize=(max(4.0, 0.25 * len(values)), 3.0), layout="constrained")
         axes = figure.subplots()
         axes.bar(range(len(values)), list(values.values()), color=BLUE)
-        axes.set_xticks(range(len(values)), [visible(name) for name in values], rotation=90, fontsize=7)
-        axes.set_title(visible(title))
+        axes.set_xticks(
+            range(len(values)), [to_visible_text(name) for name in values], rotation=90, fontsize=7
+        )
+        axes.set_title(to_visible_text(title))
         return _save(figure, path)
 
 

@@ -14,14 +14,14 @@ from whet.generation.sampling import Sampling
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
-from whet.parallel.fsdp import gathered
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.fsdp import gathered_parameters
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.rl.rewards.worker_pool import RewardInput, RewardPool
 from whet.training.callbacks import Metrics
-from whet.training.loss import in_precision
+from whet.training.loss import autocast_context
 
 
-class Sampler:
+class RolloutSampler:
     """Generates completions with the model in training, and scores them with the rewards."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Sampler:
         settings: GRPOObjective,
         pool: RewardPool,
         precision: Precision,
-        world: World = SOLO,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.world = world
         self.model = model
@@ -57,8 +57,8 @@ class Sampler:
             seeds: one seed per prompt.
             pause: called before each new token; it may raise.
         """
-        with gathered(self.model):
-            completions = self.world.each(
+        with gathered_parameters(self.model):
+            completions = self.world.map_items(
                 range(len(prompts)),
                 lambda indices: [
                     vars(completion)
@@ -82,14 +82,14 @@ class Sampler:
     ) -> Iterator[Completion]:
 
         def watch(_row: int, _tokens: list[int]) -> bool:
-            self.world.watch.doing("generating")
+            self.world.watchdog.report_activity("generating")
             pause()
             return True
 
         rows = self.settings.generate_rows
         for start in range(0, len(prompts), rows):
             # the trainer's precision, because sampling in another precision would sample another policy
-            with in_precision(self.precision, self.model.device):
+            with autocast_context(self.precision, self.model.device):
                 completions = complete(
                     self.model,
                     [prompt.tokens for prompt in prompts[start : start + rows]],
@@ -113,13 +113,15 @@ class Sampler:
             RewardInput(prompt.question.text, text, prompt.fields)
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        with self.world.watch.patiently("scoring completions"):  # the calls of rewards have a time limit
-            scores = self.world.each(inputs, lambda part: self.pool.score(part) if part else [])
+        with self.world.watchdog.long_operation(
+            "scoring completions"
+        ):  # the calls of rewards have a time limit
+            scores = self.world.map_items(inputs, lambda part: self.pool.score(part) if part else [])
         return np.array(scores, dtype=np.float64)
 
     def pop_failure_count(self) -> int:
         """Return the number of failed reward calls of all ranks since the last call, and reset it to 0."""
-        return sum(self.world.gather_shares(self.pool.pop_failure_count()))
+        return sum(self.world.gather_dp(self.pool.pop_failure_count()))
 
     @property
     def reward_weights(self) -> np.ndarray:
@@ -128,7 +130,7 @@ class Sampler:
 
 
 def evaluate_rewards(
-    sampler: Sampler,
+    sampler: RolloutSampler,
     prompts: Sequence[Prompt],
     *,
     metrics: AnswerMetrics | None = None,

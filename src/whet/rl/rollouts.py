@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from whet.adapters.adapter import adapters_off
-from whet.data.batches import Batch, Step, StepStream, rows_batch
-from whet.data.packing import StepSettings, permutation, split_step
+from whet.data.batches import Batch, Step, StepStream, batch_from_rows
+from whet.data.packing import StepSettings, seeded_permutation, split_step
 from whet.data.tokens.examples import Example
 from whet.data.tokens.prompts import Prompt
 from whet.errors import CheckpointError, ConfigError, RunError
 from whet.generation.sampling import Sampling
-from whet.models.language_model import LanguageModel, evaluating
+from whet.models.language_model import LanguageModel, eval_mode
 from whet.objectives.grpo import advantages_of, completion_logprobs, head_logprobs
 from whet.parallel.gradient_sync import is_sharded
-from whet.rl.rollout_sampler import Sampler
+from whet.rl.rollout_sampler import RolloutSampler
 from whet.training.callbacks import Metrics
-from whet.training.loss import in_precision
+from whet.training.loss import autocast_context
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RolloutStream(StepStream):
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: RolloutSampler,
         prompts: Sequence[Prompt],
         steps: StepSettings,
         *,
@@ -77,7 +77,7 @@ class RolloutStream(StepStream):
         self.steps = steps
         self.seed = seed
         self.reference = reference
-        self.number = 0  # index of the current rollout
+        self.rollout_index = 0  # index of the current rollout
         self.step = 0  # index of the next step within it
         self.current: Rollout | None = None
         self._epoch_order: tuple[int, np.ndarray] | None = None  # cached (epoch, order of the prompts)
@@ -99,7 +99,12 @@ class RolloutStream(StepStream):
     def state(self) -> dict[str, Any]:  # Any: JSON values
         """Return the position in the stream, with the current rollout if it has steps left."""
         current = None if self.current is None else dict(vars(self.current))
-        return {"rollout": self.number, "step": self.step, "stream": self._fingerprint, "current": current}
+        return {
+            "rollout": self.rollout_index,
+            "step": self.step,
+            "stream": self._fingerprint,
+            "current": current,
+        }
 
     def seek(self, state: dict[str, Any]) -> None:  # Any: JSON values
         """Move to the position of `state`, which a stream with the same prompts and settings saved."""
@@ -108,7 +113,7 @@ class RolloutStream(StepStream):
                 "the prompts, their order or the rollout size have changed since the checkpoint was saved",
                 hint="restore data, run.seed, run.batch_size and objective, or start a new run",
             )
-        self.number, self.step = state["rollout"], state["step"]
+        self.rollout_index, self.step = state["rollout"], state["step"]
         self.current = None if state["current"] is None else Rollout(**state["current"])
 
     def __next__(self) -> RolloutStep:
@@ -120,7 +125,7 @@ class RolloutStream(StepStream):
         step = RolloutStep(batches, rollout.metrics, rollout.samples, is_fresh=self.step == 0)
         self.step += 1
         if self.step == len(plan):
-            self.number, self.step, self.current = self.number + 1, 0, None
+            self.rollout_index, self.step, self.current = self.rollout_index + 1, 0, None
         return step
 
     def can_prefetch(self) -> bool:
@@ -149,8 +154,8 @@ class RolloutStream(StepStream):
         for epoch in range(self.settings.inner_epochs):
             order = np.arange(count)
             if self.settings.minibatches > 1:
-                inner = self.number * self.settings.inner_epochs + epoch
-                order = permutation(count, seed=self.seed, epoch=inner, salt=2)
+                inner = self.rollout_index * self.settings.inner_epochs + epoch
+                order = seeded_permutation(count, seed=self.seed, epoch=inner, salt=2)
             for start in range(0, count, self._prompts_per_step):
                 groups = set(order[start : start + self._prompts_per_step].tolist())
                 steps.append([i for i, index in enumerate(rollout.kept) if index // size in groups])
@@ -161,7 +166,7 @@ class RolloutStream(StepStream):
         for rows in split_step(step, [example.length for example in examples], self.steps):
             indices = [i for row in rows for i in row]
             reference = rollout.reference_logprobs
-            batch = rows_batch(rows, examples, self.steps).with_columns(
+            batch = batch_from_rows(rows, examples, self.steps).with_columns(
                 "token",
                 old_logprobs=_concatenate(rollout.old_logprobs, indices),
                 reference_logprobs=None if reference is None else _concatenate(reference, indices),
@@ -186,7 +191,7 @@ class RolloutStream(StepStream):
         size = self.settings.group_size
         prompts = [self.prompts[i] for i in prompt_indices for _ in range(size)]
         started = time.perf_counter()
-        seeds = [row_seed(self.seed, self.number, row) for row in range(len(prompts))]
+        seeds = [completion_seed(self.seed, self.rollout_index, row) for row in range(len(prompts))]
         sampling = Sampling(temperature=self.settings.temperature)
         completions = self.sampler.complete(prompts, sampling=sampling, seeds=seeds)
         generated = time.perf_counter()
@@ -200,9 +205,9 @@ class RolloutStream(StepStream):
         kept = [i for i, c in enumerate(completions) if c.finished or not self.settings.mask_truncated]
         if not kept:
             raise RunError(
-                f"none of the {len(completions)} completions of rollout {self.number + 1} ended within "
-                f"objective.max_new_tokens={self.settings.max_new_tokens}, and objective.mask_truncated "
-                "excludes truncated completions, so there is nothing to train on",
+                f"none of the {len(completions)} completions of rollout {self.rollout_index + 1} ended "
+                f"within objective.max_new_tokens={self.settings.max_new_tokens}, and "
+                "objective.mask_truncated excludes truncated completions, so there is nothing to train on",
                 hint="raise objective.max_new_tokens, or set objective.mask_truncated to false",
             )
         examples = [_example(prompts[i], completions[i].tokens) for i in kept]
@@ -235,7 +240,7 @@ class RolloutStream(StepStream):
 
     def _next_prompts(self) -> list[int]:
         """Return the prompt indices of this rollout: a slice of the concatenated orders of all epochs."""
-        first, count = self.number * self._prompts_per_rollout, len(self.prompts)
+        first, count = self.rollout_index * self._prompts_per_rollout, len(self.prompts)
         indices = []
         for position in range(first, first + self._prompts_per_rollout):
             epoch, index = divmod(position, count)
@@ -244,7 +249,7 @@ class RolloutStream(StepStream):
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, permutation(len(self.prompts), seed=self.seed, epoch=epoch))
+            self._epoch_order = (epoch, seeded_permutation(len(self.prompts), seed=self.seed, epoch=epoch))
         return self._epoch_order[1]
 
     def _compute_logprobs(
@@ -262,9 +267,9 @@ class RolloutStream(StepStream):
         lengths, world = [example.length for example in examples], self.sampler.world
         microbatches = split_step(range(len(examples)), lengths, self.steps)
         local: list[list[torch.Tensor]] = []
-        for _, rows, counts in world.rounds(microbatches, matched=is_sharded(model)):
-            batch = rows_batch(rows, examples, self.steps).to(model.device)
-            with evaluating(model), in_precision(self.sampler.precision, model.device):
+        for _, rows, counts in world.local_items(microbatches, pad=is_sharded(model)):
+            batch = batch_from_rows(rows, examples, self.steps).to(model.device)
+            with eval_mode(model), autocast_context(self.sampler.precision, model.device):
                 states = model.states(batch)
                 logprobs = [head_logprobs(model, states, batch, temperature=temperature)]
                 if temperature != 1.0:
@@ -275,7 +280,7 @@ class RolloutStream(StepStream):
         targets = [
             values for values in (old, None if plain is old else plain, reference) if values is not None
         ]
-        for rows, logprobs in zip(microbatches, world.in_order(local, len(microbatches)), strict=True):
+        for rows, logprobs in zip(microbatches, world.gather_in_order(local, len(microbatches)), strict=True):
             indices = [i for row in rows for i in row]
             for values, target in zip(logprobs, targets, strict=True):
                 _scatter(values, [examples[i].supervised_count for i in indices], indices, target)
@@ -335,7 +340,7 @@ class RolloutStream(StepStream):
         }
 
 
-def row_seed(seed: int, rollout: int, row: int) -> int:
+def completion_seed(seed: int, rollout: int, row: int) -> int:
     """Return the seed of one completion."""
     return random.Random(f"{seed}/{rollout}/{row}").getrandbits(63)
 

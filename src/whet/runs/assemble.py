@@ -16,14 +16,14 @@ from whet.data.batches import StepStream
 from whet.given.given import Given
 from whet.hardware import Precision, choose_device, choose_precision
 from whet.models.language_model import LanguageModel
-from whet.models.moe import mixtures
+from whet.models.moe import moe_layers
 from whet.objectives.objective import Objective
 from whet.parallel.preflight import check_device
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.recipes.recipe import Build, Recipe
 from whet.recipes.registry import recipe_for
-from whet.run_directory import began_on
-from whet.runs.build_callbacks import check_watching
+from whet.run_directory import start_date
+from whet.runs.build_callbacks import check_callbacks
 from whet.training.callbacks import Callback
 
 
@@ -65,7 +65,7 @@ def assemble(
     stack: contextlib.ExitStack,
     *,
     directory: Path,
-    world: World = SOLO,
+    world: World = SINGLE_PROCESS,
     given: Given | None = None,
 ) -> Assembly:
     """Read the data, load the models, and build the objective and the training steps of a run.
@@ -79,21 +79,21 @@ def assemble(
     """
     recipe = recipe_for(config, given)
     recipe.check()
-    check_watching(config, recipe)
+    check_callbacks(config, recipe)
 
     device = choose_device(config.run.device)
     check_device(world, device)
     precision = choose_precision(config.run.precision, device)
-    start_date = began_on(directory)
+    first_day = start_date(directory)
     _seed(config.run.seed)
 
-    data = recipe.open_data(today=start_date)
-    with world.first_alone():
+    data = recipe.open_data(today=first_day)
+    with world.main_process_first():
         tokenizer = recipe.find_tokenizer(data, directory)
         data.prepare(tokenizer)
     recipe.start(stack)
     model, base_digest = recipe.model(tokenizer, device=device, precision=precision)
-    data.check(model)
+    data.check_model_limits(model)
     b = Build(
         config, model, precision, data, tokenizer, base_digest=base_digest, directory=directory, world=world
     )
@@ -109,7 +109,7 @@ def assemble(
     b.objective = recipe.objective(b)
     stream = b.steps = b.steps or recipe.steps(b)
     objective, router_callbacks = _add_router_losses(b.objective, b)
-    return Assembly(recipe, b, objective, stream, router_callbacks, device, start_date)
+    return Assembly(recipe, b, objective, stream, router_callbacks, device, first_day)
 
 
 def _complete_language_model(recipe: Recipe[Any], b: Build) -> None:  # Any: its section
@@ -129,16 +129,16 @@ def _add_router_losses(objective: Objective, b: Build) -> tuple[Objective, list[
     section = b.config.experts
     if not isinstance(b.model, LanguageModel):
         return objective, []
-    if not mixtures(b.model) and not any(section.model_dump().values()):
+    if not moe_layers(b.model) and not any(section.model_dump().values()):
         return objective, []
-    from whet.training.router_balancing import with_routers
+    from whet.training.router_balancing import add_router_objective
 
-    objective, callbacks = with_routers(objective, b.model, section, compute=b.precision.compute)
+    objective, callbacks = add_router_objective(objective, b.model, section, compute=b.precision.compute)
     return objective, list(callbacks)
 
 
 @contextlib.contextmanager
-def assembled(config: RunConfig) -> Iterator[Assembly]:
+def open_assembly(config: RunConfig) -> Iterator[Assembly]:
     """Assemble a run without training it, to inspect its model, objective and steps."""
     with contextlib.ExitStack() as stack:
         yield assemble(config, stack, directory=config.directory)

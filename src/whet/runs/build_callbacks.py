@@ -10,7 +10,7 @@ import torch.distributed as dist
 from whet.config.log import Probes
 from whet.config.run import Run
 from whet.config.run_config import RunConfig
-from whet.data.sources.splits import learned
+from whet.data.sources.splits import training_entries
 from whet.errors import ConfigError
 from whet.hardware import find_peak
 from whet.models.language_model import LanguageModel
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("whet")
 
 
-def check_watching(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its section
+def check_callbacks(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its section
     """Raise a ConfigError for sinks, samples and budgets that this run does not support."""
     if config.log.sinks:
         from whet.training.observe.sink_backends import check_sinks
 
         check_sinks(config.log.sinks)
-    if config.log.samples is not None and not recipe.answers_in_text:
+    if config.log.samples is not None and not recipe.generates_text:
         raise ConfigError(
             "log.samples needs a model that generates text, and this run does not train one",
             hint="remove log.samples",
@@ -132,7 +132,7 @@ def peak_tflops(assembly: "Assembly") -> float | None:
 def _typical_example(config: RunConfig, data: Any) -> tuple[int, float]:  # Any: RunData or MixData
     """Return the mean length of the training examples, and the supervised fraction of their tokens."""
     parts = data.parts.values() if config.parts() else [data]
-    documents = [examples.sides for part in parts for examples in learned(part.examples)]
+    documents = [examples.sides for part in parts for examples in training_entries(part.examples)]
     if not documents:  # there are only prompts, and the length of their completions is not known yet
         return config.data.max_length, 1.0
     tokens = sum(int(sides.lengths.sum()) for sides in documents)

@@ -5,21 +5,27 @@ from typing import Any
 
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
-from whet.errors import blamed_on
+from whet.errors import prefix_errors
 from whet.hardware import choose_device, choose_precision
-from whet.model_io.tokenizer import tokenizer_of
+from whet.model_io.tokenizer import load_model_tokenizer
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.mup import refuse_other_multipliers
-from whet.models.from_scratch.new_model import new_spec
-from whet.models.heads import WithHeads
+from whet.models.from_scratch.mup import check_mup_multipliers
+from whet.models.from_scratch.new_model import preset_model_spec
+from whet.models.heads import ModelWithHeads
 from whet.models.language_model import LanguageModel
-from whet.planning.meta_model import META, from_spec, prepare_for_training, read_frozen_models, read_model
+from whet.planning.meta_model import (
+    META,
+    build_meta_decoder,
+    build_meta_model,
+    prepare_for_training,
+    read_frozen_models,
+)
 from whet.recipes.frozen_models import check_same_vocabulary
 from whet.recipes.model_setup import use_fp8
-from whet.recipes.recipe import UNTRAINED, Build, Frozen, Recipe
+from whet.recipes.recipe import INITIAL_MODEL, Build, Frozen, Recipe
 from whet.recipes.registry import recipe_for
 from whet.training.optim.optimizers import create_optimizer
-from whet.training.router_balancing import with_routers
+from whet.training.router_balancing import add_router_objective
 
 
 def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
@@ -45,18 +51,20 @@ def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
     with META:
         recipe.check_models(b)
         objective = recipe.objective(b)
-    objective, _ = with_routers(objective, model, config.experts, compute=precision.compute)
+    objective, _ = add_router_objective(objective, model, config.experts, compute=precision.compute)
     heads = objective.heads
-    create_optimizer(config.optim_groups, model if heads is None else WithHeads(model, heads), quiet=True)
+    create_optimizer(
+        config.optim_groups, model if heads is None else ModelWithHeads(model, heads), quiet=True
+    )
 
 
 def _build_untrained_model(config: RunConfig, tokens: int | None) -> LanguageModel:
     name, mup = config.language_model, config.optim.mup
     if isinstance(name, Preset) and tokens is not None:
-        return from_spec(new_spec(name, tokens=tokens, mup=mup))
-    model = read_model(name)
+        return build_meta_decoder(preset_model_spec(name, vocab_size=tokens, mup=mup))
+    model = build_meta_model(name)
     if mup is not None and not isinstance(name, Preset):
-        refuse_other_multipliers(model.spec if isinstance(model, Decoder) else None, mup, name=name)
+        check_mup_multipliers(model.spec if isinstance(model, Decoder) else None, mup, name=name)
     return model
 
 
@@ -67,12 +75,12 @@ def _check_vocabularies(
     base = recipe.config.language_model
     for role, spec in recipe.frozen_models().items():
         frozen_model = frozen.get(role)
-        if spec.name == UNTRAINED or not isinstance(frozen_model, LanguageModel):
+        if spec.name == INITIAL_MODEL or not isinstance(frozen_model, LanguageModel):
             continue
         tokenizer = frozen_tokenizer = None
         if not isinstance(base, Preset):
-            tokenizer, frozen_tokenizer = tokenizer_of(base), tokenizer_of(spec.name)
-        with blamed_on(spec.key):
+            tokenizer, frozen_tokenizer = load_model_tokenizer(base), load_model_tokenizer(spec.name)
+        with prefix_errors(spec.key):
             check_same_vocabulary(
                 spec.name,
                 frozen_model.vocab_size,

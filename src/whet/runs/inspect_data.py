@@ -19,25 +19,25 @@ from whet.data.inspect.data_facts import (
     split_facts,
     tokenizer_facts,
 )
-from whet.data.inspect.duplicates import Scan, pair_hashes, scan
+from whet.data.inspect.duplicates import SplitScan, pair_hashes, scan_split
 from whet.data.inspect.problems import Problem
 from whet.data.inspect.step_facts import plan_steps
 from whet.data.inspect.token_text import TokenText
 from whet.data.run_data import SPLITS, RunData
 from whet.data.sources.source import open_source
-from whet.data.tokens.prompts import fitting
+from whet.data.tokens.prompts import select_fitting_prompts
 from whet.errors import ConfigError, DataError, ModelError, WhetError
 from whet.hardware import choose_device, choose_precision
-from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
-from whet.models.costs import ModelFacts
+from whet.model_io.tokenizer import load_model_tokenizer, new_tokenizer
+from whet.models.costs import ModelSummary
 from whet.planning.model_facts import model_facts
-from whet.recipes.registry import needs_of, recipe_for
-from whet.runs.build_callbacks import check_watching
+from whet.recipes.registry import recipe_for, record_needs
+from whet.runs.build_callbacks import check_callbacks
 from whet.runs.dry_run import check_assembly
 from whet.training.optim.lr_schedules import create_schedule
 
 
-def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
+def view_data_by_part(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
     """Return the data view of each part of a mix by name, or one view under the name "" for other objectives.
 
     Args:
@@ -50,7 +50,7 @@ def view_parts(config: RunConfig, *, samples: int = 2) -> dict[str, DataView]:
     tokenizer = None
     if isinstance(config.model, Preset):  # a new tokenizer is trained on the records of all parts
         with contextlib.suppress(ConfigError, DataError):  # the view of each part reports its errors
-            tokenizer = new_tokenizer(config.model, recipe_for(config).open_data().texts())
+            tokenizer = new_tokenizer(config.model, recipe_for(config).open_data().training_texts())
     return {name: view_data(part, samples=samples, tokenizer=tokenizer) for name, part in parts.items()}
 
 
@@ -72,7 +72,7 @@ def view_data(
     if lenient is None:
         return DataView(config, None, None, (), (), None, tuple(errors))
     try:
-        data = RunData(lenient, needs_of(lenient))
+        data = RunData(lenient, record_needs(lenient))
         tokenizer = tokenizer or _tokenizer(lenient, data)
     except (ConfigError, DataError) as error:
         return DataView(config, None, None, (), (), None, (*errors, error))
@@ -91,14 +91,14 @@ def _view_examples(
     data: RunData,
     *,
     tokenizer: Any,  # Any: a transformers tokenizer
-    model: ModelFacts | None,
+    model: ModelSummary | None,
     errors: list[WhetError],
     samples: int,
 ) -> DataView:
     stop_tokens = _stop_tokens(tokenizer, model)
-    scans: dict[str, Scan] = {}
+    scans: dict[str, SplitScan] = {}
     splits: list[SplitFacts] = []
-    data.use(tokenizer)
+    data.set_tokenizer(tokenizer)
     for name in data.sources:
         try:
             examples = data.prepare_source(name)
@@ -107,7 +107,9 @@ def _view_examples(
         except DataError as error:
             errors.append(DataError(f"data.{name}: {error.message}", hint=error.hint))
         if name in data.examples:
-            scanned = scan(data.examples[name].sides, bos=tokenizer.bos_token_id, ends=stop_tokens)
+            scanned = scan_split(
+                data.examples[name].sides, bos=tokenizer.bos_token_id, end_tokens=stop_tokens
+            )
             pairs = data.needs.pairs
             scans[name] = replace(scanned, hashes=pair_hashes(scanned.hashes)) if pairs else scanned
             splits.append(split_facts(name, data, scans[name], config, model, samples))
@@ -116,7 +118,7 @@ def _view_examples(
         try:
             if config.data.valid is None:
                 before = len(data.examples["train"])
-                data.hold_out()
+                data.hold_out_validation()
                 held_out = before - len(data.examples["train"])
             steps = plan_steps(data.config, data)
         except (ConfigError, DataError) as error:
@@ -125,19 +127,21 @@ def _view_examples(
     return DataView(
         config=config,
         model=model,
-        missing=() if errors else tuple(_missing_teacher_outputs(config, data, model)),
-        tokenizer=tokenizer_facts(tokenizer, tuple(text.name(token) for token in sorted(stop_tokens))),
+        missing_inputs=() if errors else tuple(_missing_teacher_outputs(config, data, model)),
+        tokenizer=tokenizer_facts(
+            tokenizer, tuple(text.special_token_name(token) for token in sorted(stop_tokens))
+        ),
         splits=tuple(splits),
         overlaps=tuple(find_overlaps(data, scans)),
         steps=steps,
         errors=tuple(errors),
         held_out=held_out,
-        classes_left=describe_split_classes(data, "train") if held_out else "",
+        remaining_classes=describe_split_classes(data, "train") if held_out else "",
     )
 
 
 def _missing_teacher_outputs(
-    config: RunConfig, data: RunData, model: ModelFacts | None
+    config: RunConfig, data: RunData, model: ModelSummary | None
 ) -> Iterator[WhetError]:
     if model is None or model.vocab_size is None or is_custom_kind(config.objective.kind):
         return  # `whet data` does not run the user's code
@@ -152,20 +156,20 @@ def _view_prompts(
     data: RunData,
     *,
     tokenizer: Any,  # Any: a transformers tokenizer
-    model: ModelFacts | None,
+    model: ModelSummary | None,
     errors: list[WhetError],
 ) -> DataView:
     """Return the view of a run that trains on sampled completions: it has prompts, and no examples yet."""
     recipe = recipe_for(config)
     shape = recipe.step_shape()
-    data.use(tokenizer)
+    data.set_tokenizer(tokenizer)
     prompts, unread = [], list[tuple[str, str]]()
     context = model.max_positions if model is not None and model.max_positions else config.data.max_length
     try:
         recipe.check()
         for name, source in data.sources.items():
             data.prepare_prompts(name)
-            fitting_prompts = fitting(
+            fitting_prompts = select_fitting_prompts(
                 data.prompts[name],
                 context=context,
                 max_length=config.data.max_length,
@@ -175,7 +179,8 @@ def _view_prompts(
             dropped = len(data.prompts[name]) - len(fitting_prompts)
             dropped_note = f", {dropped:,} too long and dropped" if dropped else ""
             unread += (
-                (f"{name}: {message}", hint) for message, hint in data.unread(data.prompts[name].unread)
+                (f"{name}: {message}", hint)
+                for message, hint in data.unread_field_warnings(data.prompts[name].unread_fields)
             )
             prompts.append((name, f"{source.name}: {data.prompts[name].summary()}{dropped_note}"))
             if data.prompts[name].skipped.count and config.data.on_bad_record == "error":
@@ -183,7 +188,7 @@ def _view_prompts(
     except (ConfigError, DataError) as error:
         errors.append(error)
     text = TokenText(tokenizer)
-    stop_tokens = tuple(text.name(token) for token in sorted(_stop_tokens(tokenizer, model)))
+    stop_tokens = tuple(text.special_token_name(token) for token in sorted(_stop_tokens(tokenizer, model)))
     facts = tokenizer_facts(tokenizer, stop_tokens)
     return DataView(
         config,
@@ -223,19 +228,19 @@ def _lenient_config(config: RunConfig) -> tuple[RunConfig | None, list[WhetError
 
 def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers tokenizer
     if isinstance(model := config.language_model, Preset):
-        return new_tokenizer(model, data.texts())
-    if (tokenizer := tokenizer_of(model)) is None:
+        return new_tokenizer(model, data.training_texts())
+    if (tokenizer := load_model_tokenizer(model)) is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot read records")
     return tokenizer
 
 
-def _stop_tokens(tokenizer: Any, model: ModelFacts | None) -> set[int]:  # Any: as above
+def _stop_tokens(tokenizer: Any, model: ModelSummary | None) -> set[int]:  # Any: as above
     """Return the ids of the tokens at which generation stops and which the tokenizer has."""
     tokens = {tokenizer.eos_token_id, *(model.stop_tokens if model is not None else ())}
     return {token for token in tokens if token is not None and 0 <= token < len(tokenizer)}
 
 
-def find_refusals(
+def find_run_errors(
     config: RunConfig, *, steps: int | None, tokens: int | None = None, processes: int = 1
 ) -> list[Problem]:
     """Return the errors, except those of the data, that `whet train` would raise before its first step.
@@ -249,7 +254,7 @@ def find_refusals(
     problems = []
     checks: list[Callable[[], object]] = [
         lambda: config.parallel.check_processes(processes),
-        lambda: check_watching(config, recipe_for(config)),
+        lambda: check_callbacks(config, recipe_for(config)),
         lambda: choose_precision(config.run.precision, choose_device(config.run.device)),
         lambda: _check_directory_is_writable(config.directory),
         lambda: check_assembly(config, tokens=tokens),
@@ -260,7 +265,7 @@ def find_refusals(
         try:
             check()
         except WhetError as error:
-            problem = Problem(error.message, error.hint, stops=True)
+            problem = Problem(error.message, error.hint, is_fatal=True)
             if problem not in problems:  # check_assembly repeats some of the checks before it
                 problems.append(problem)
     return problems

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from whet.runs.run_files import Values
+from whet.runs.run_files import JsonObject
 
-LARGEST = 1e30  # larger values cannot be plotted, and only show that training diverged
+MAX_PLOTTED_VALUE = 1e30  # larger values cannot be plotted, and only show that training diverged
 _MAX_SPANS = 300  # longer curves are drawn as the minimum and maximum of this many spans
 _MIN_POINTS_TO_SMOOTH = 45
 _SMOOTHING_FRACTION = 30  # a smoothed point averages mostly over 1/30 of the curve on each side
@@ -20,17 +20,17 @@ class Series:
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    left_out: int = 0
+    omitted_points: int = 0
     last: float | None = None
 
     def add(self, step: int, value: float) -> None:
-        """Append a point, or count it in `left_out` if it is not finite or too large to plot."""
+        """Append a point, or count it in `omitted_points` if it is not finite or too large to plot."""
         self.last = value
-        if math.isfinite(value) and abs(value) <= LARGEST:
+        if math.isfinite(value) and abs(value) <= MAX_PLOTTED_VALUE:
             self.steps.append(step)
             self.values.append(value)
         else:
-            self.left_out += 1
+            self.omitted_points += 1
 
 
 @dataclass
@@ -41,17 +41,17 @@ class Metric:
     evaluation: Series = field(default_factory=Series)
 
     @property
-    def drawable(self) -> bool:
+    def has_points(self) -> bool:
         """Whether there is at least one point to plot."""
         return bool(self.train.values or self.evaluation.values)
 
     @property
-    def left_out(self) -> int:
+    def omitted_points(self) -> int:
         """The number of points that cannot be plotted."""
-        return self.train.left_out + self.evaluation.left_out
+        return self.train.omitted_points + self.evaluation.omitted_points
 
 
-def metrics_of(rows: Iterable[Values]) -> dict[str, Metric]:
+def metrics_by_name(rows: Iterable[JsonObject]) -> dict[str, Metric]:
     """Return every scalar metric by name, in the order of first appearance in the rows."""
     metrics: dict[str, Metric] = {}
     for row in rows:
@@ -76,7 +76,7 @@ def as_number(value: object) -> float | None:
     return None
 
 
-def smoothed(values: Sequence[float]) -> list[float] | None:
+def smooth(values: Sequence[float]) -> list[float] | None:
     """Return the two-sided exponential moving average, which does not lag, or None for a short curve."""
     if len(values) < _MIN_POINTS_TO_SMOOTH:
         return None
@@ -97,7 +97,7 @@ def _decayed_sums(values: Sequence[float], decay: float) -> list[tuple[float, fl
     return sums
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+def downsample(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
     """Return the curve with at most a few points per pixel, and with all of its peaks.
 
     Each of `_MAX_SPANS` spans is reduced to its minimum and its maximum, to keep the report page of a long

@@ -9,10 +9,10 @@ from datetime import date
 import torch
 
 import whet
-from whet.hardware import machine
+from whet.hardware import describe_machine
 
 
-def provenance(
+def collect_provenance(
     data_digests: Mapping[str, str],
     base_digest: str,
     *,
@@ -34,7 +34,7 @@ def provenance(
     return {
         "began": start_date.isoformat(),
         "versions": versions(),
-        "machine": machine(device),
+        "machine": describe_machine(device),
         "git_commit": git_commit(),
         "base": base_digest,
         "other_models": dict(frozen_models or {}),

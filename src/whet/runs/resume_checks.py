@@ -10,20 +10,20 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from whet.config.checks.error_messages import inner_sections
-from whet.config.load_config import flat_keys, load_config, make_config, to_dict
+from whet.config.checks.error_messages import nested_sections
+from whet.config.load_config import flatten_keys, load_config, to_dict, validate_config
 from whet.config.run_config import RunConfig
 from whet.config.section import key_info
 from whet.errors import CheckpointError, ConfigError
 from whet.run_directory import (
     ARCH_FILE,
-    CHECKPOINTS,
+    CHECKPOINTS_DIRECTORY,
     CONFIG_FILE,
     PROVENANCE_FILE,
     is_finished,
     parse_row,
     read_rows_text,
-    row_lines,
+    split_rows,
     step_of,
 )
 from whet.storage import read_json
@@ -37,15 +37,17 @@ def _changeable_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str
         if key_info(field).may_change_on_resume:
             yield key
         else:
-            for inner in inner_sections(field.annotation):
+            for inner in nested_sections(field.annotation):
                 yield from _changeable_keys(inner, f"{key}.")
 
 
 # durations, intervals and locations; a change of any other key would make it a different run
-MAY_CHANGE = tuple(_changeable_keys(RunConfig))
+CHANGEABLE_KEYS = tuple(_changeable_keys(RunConfig))
 
 
-def refuse_changes(saved: Mapping[str, Any], config: RunConfig, directory: Path) -> None:  # Any: JSON values
+def check_config_unchanged(
+    saved: Mapping[str, Any], config: RunConfig, directory: Path
+) -> None:  # Any: JSON values
     """Raise a CheckpointError that lists every key a resumed run changed and must not change.
 
     Args:
@@ -54,10 +56,10 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, directory: Path)
         directory: The run directory.
     """
     with contextlib.suppress(ConfigError):  # adds the keys that the version which wrote it did not have
-        saved = to_dict(make_config(saved))
+        saved = to_dict(validate_config(saved))
     changed = [
         f"  {key}: {json.dumps(before)} became {json.dumps(now)}"
-        for key, (before, now) in differences(saved, to_dict(config)).items()
+        for key, (before, now) in config_differences(saved, to_dict(config)).items()
         if not _may_change(key)
     ]
     if changed:
@@ -68,17 +70,17 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, directory: Path)
         )
 
 
-def differences(
+def config_differences(
     before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:  # Any: JSON values
     """Return the keys in which two configs differ, each with its value in both."""
-    old, new = dict(flat_keys(before)), dict(flat_keys(after))
+    old, new = dict(flatten_keys(before)), dict(flatten_keys(after))
     pairs = {key: (old.get(key), new.get(key)) for key in {**old, **new}}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _may_change(key: str) -> bool:
-    return any(key == changeable or key.startswith(f"{changeable}.") for changeable in MAY_CHANGE)
+    return any(key == changeable or key.startswith(f"{changeable}.") for changeable in CHANGEABLE_KEYS)
 
 
 def check_inputs_unchanged(
@@ -141,7 +143,7 @@ def check_is_run(directory: Path) -> None:
 def is_run_of_config(config: RunConfig, directory: Path) -> bool:
     """Return whether a directory contains a run of exactly this config, not another run of the same name."""
     file = directory / CONFIG_FILE
-    return file.is_file() and not differences(to_dict(load_config(file)), to_dict(config))
+    return file.is_file() and not config_differences(to_dict(load_config(file)), to_dict(config))
 
 
 def check_directory_is_free(directory: Path) -> None:
@@ -150,7 +152,7 @@ def check_directory_is_free(directory: Path) -> None:
         return
     resume_hint = ""
     if (directory / CONFIG_FILE).is_file() and not is_finished(directory):
-        has_checkpoint = any((directory / CHECKPOINTS).glob("step-*"))
+        has_checkpoint = any((directory / CHECKPOINTS_DIRECTORY).glob("step-*"))
         action = "resume it" if has_checkpoint else "restart it, because it has no checkpoint yet"
         resume_hint = f"{action} (whet resume {shlex.quote(str(directory))}), or "
     raise ConfigError(
@@ -167,7 +169,9 @@ def warn_about_missing_rows(path: Path, *, step: int, every: int) -> None:
         step: The step of the checkpoint.
         every: The interval of training rows, log.every.
     """
-    trained = {step_of(row) for row in map(parse_row, row_lines(read_rows_text(path))) if "eval_s" not in row}
+    trained = {
+        step_of(row) for row in map(parse_row, split_rows(read_rows_text(path))) if "eval_s" not in row
+    }
     missing = [due for due in range(every, step + 1, every) if due not in trained]
     if missing:
         steps = f"{len(missing)} steps between {missing[0]} and {missing[-1]}"

@@ -21,55 +21,60 @@ from typing import Any
 
 import torch
 
-from whet.config.checks.unread_keys import unread_lines
+from whet.config.checks.unread_keys import unused_key_messages
 from whet.config.load_config import ConfigLike, load_config, to_yaml
 from whet.config.run_config import RunConfig
 from whet.data.run_data import EvaluationSplit
-from whet.error_boundary import memory_knobs_named, wrong_input
+from whet.error_boundary import invalid_input_errors, out_of_memory_hints
 from whet.errors import CheckpointError, ConfigError, StorageError
 from whet.given.binding import bind_config, check_given
 from whet.given.given import Given
 from whet.models.language_model import LanguageModel
-from whet.parallel.fsdp import TENSOR, device_mesh, local_bytes_of, shard
-from whet.parallel.preflight import agreed, refuse_differences, seed_rank, start_alike
-from whet.parallel.process_group import World, joined, was_restarted
-from whet.parallel.tensor_parallel import cut_layers, refuse_uncuttable
+from whet.parallel.fsdp import TENSOR, device_mesh, local_nbytes, shard_model
+from whet.parallel.preflight import (
+    apply_parallel_config,
+    broadcast_parameters,
+    check_equal_on_ranks,
+    seed_rank,
+)
+from whet.parallel.process_group import World, distributed_world, was_restarted
+from whet.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from whet.run_directory import (
-    CHECKPOINTS,
+    CHECKPOINTS_DIRECTORY,
     CONFIG_FILE,
-    FINAL,
+    FINAL_DIRECTORY,
     LOG_FILE,
     METRICS_FILE,
     PROVENANCE_FILE,
     STATE_FILE,
+    count_logged_steps,
     is_finished,
-    set_aside_later_rows,
-    steps_with_rows,
+    move_superseded_rows,
 )
 from whet.runs.assemble import Assembly, assemble
 from whet.runs.build_callbacks import callbacks_from_config
-from whet.runs.provenance import provenance
+from whet.runs.provenance import collect_provenance
 from whet.runs.resume_checks import (
+    check_config_unchanged,
     check_directory_is_free,
     check_inputs_unchanged,
     check_is_run,
     is_run_of_config,
-    refuse_changes,
     warn_about_missing_rows,
 )
 from whet.runs.run_log import RunLog
 from whet.runs.signals import StopOnSignal
 from whet.storage import (
-    clear_leftovers,
-    locked,
-    make_directory,
-    new_directory,
+    create_directory,
+    create_directory_atomically,
+    lock_directory,
     remove_directory,
+    remove_temporary_files,
     replace_text,
     write_text,
 )
 from whet.training.callbacks import Callback, EvaluationStoppedError, Injector
-from whet.training.checkpoint import newest_valid, prune, read_state
+from whet.training.checkpoint import newest_valid_checkpoint, prune_checkpoints, read_checkpoint_state
 from whet.training.early_stopping import EarlyStopping
 from whet.training.observe.metrics_logger import MetricsLogger
 from whet.training.state import RunResult
@@ -93,13 +98,13 @@ def train(config: ConfigLike, callbacks: Iterable[Callback] = (), given: Given |
     directory = config.directory
     if was_restarted() and is_run_of_config(config, directory):
         return resume(directory, callbacks, given)
-    with joined() as group, StopOnSignal() as stop_on_signal, RunLog(log) as run_log:
-        world = agreed(group, config)
-        with world.abreast():  # an error on rank 0 is raised on all ranks
+    with distributed_world() as group, StopOnSignal() as stop_on_signal, RunLog(log) as run_log:
+        world = apply_parallel_config(group, config)
+        with world.sync_errors():  # an error on rank 0 is raised on all ranks
             if world.is_main:
                 check_directory_is_free(directory)
-                clear_leftovers(directory.parent, of=directory.name)
-                for line in unread_lines(config):
+                remove_temporary_files(directory.parent, only_name=directory.name)
+                for line in unused_key_messages(config):
                     log.warning("%s", line)
         run = _Run(config, directory, run_log, world, given)
         return run.execute([stop_on_signal, *callbacks])
@@ -121,18 +126,18 @@ def resume(
     given = given or Given()
     check_given(config, given, directory)
     with (
-        joined() as group,
+        distributed_world() as group,
         StopOnSignal() as stop_on_signal,
         RunLog(log) as run_log,
         contextlib.ExitStack() as stack,
     ):
-        world, checkpoint = agreed(group, config), None
-        with world.abreast():  # an error on rank 0 is raised on all ranks
+        world, checkpoint = apply_parallel_config(group, config), None
+        with world.sync_errors():  # an error on rank 0 is raised on all ranks
             if world.is_main:
-                stack.enter_context(locked(directory))
+                stack.enter_context(lock_directory(directory))
                 checkpoint = _checkpoint_to_resume(directory, config)
         run = _Run(config, directory, run_log, world, given)
-        path = world.from_main(None if checkpoint is None else str(checkpoint))
+        path = world.broadcast(None if checkpoint is None else str(checkpoint))
         checkpoint = None if path is None else Path(path)
         return run.execute([stop_on_signal, *callbacks], checkpoint=checkpoint, is_resumed=True)
 
@@ -144,18 +149,20 @@ def _checkpoint_to_resume(directory: Path, config: RunConfig) -> Path | None:
         CheckpointError: The run has finished, or keys of its config have changed that a resumed run cannot
             change.
     """
-    clear_leftovers(directory)
-    clear_leftovers(directory / CHECKPOINTS)
-    checkpoint = None if is_finished(directory) else newest_valid(directory)
+    remove_temporary_files(directory)
+    remove_temporary_files(directory / CHECKPOINTS_DIRECTORY)
+    checkpoint = None if is_finished(directory) else newest_valid_checkpoint(directory)
     if checkpoint is not None:
-        with wrong_input(f"{checkpoint / STATE_FILE} is damaged", kind=CheckpointError):
-            refuse_changes(read_state(checkpoint).get("config", {}), config, directory)
+        with invalid_input_errors(f"{checkpoint / STATE_FILE} is damaged", kind=CheckpointError):
+            check_config_unchanged(read_checkpoint_state(checkpoint).get("config", {}), config, directory)
         return checkpoint
-    if (directory / FINAL).is_dir():
-        raise CheckpointError(f"{directory} has already finished; its result is in {directory / FINAL}")
-    if steps := steps_with_rows(directory / METRICS_FILE):
+    if (directory / FINAL_DIRECTORY).is_dir():
+        raise CheckpointError(
+            f"{directory} has already finished; its result is in {directory / FINAL_DIRECTORY}"
+        )
+    if steps := count_logged_steps(directory / METRICS_FILE):
         rows = f"moving the metrics rows of {steps} step{'s' * (steps > 1)} to metrics.superseded.jsonl"
-        log.info("no checkpoint in %s: restarting from step 1, %s", directory / CHECKPOINTS, rows)
+        log.info("no checkpoint in %s: restarting from step 1, %s", directory / CHECKPOINTS_DIRECTORY, rows)
     else:
         log.info("%s stopped before its first checkpoint: restarting from step 1", directory)
     return None
@@ -184,12 +191,12 @@ class _Run:
             is_resumed: Whether the run directory exists already. A resumed run without a checkpoint starts at
                 step 1 again.
         """
-        with memory_knobs_named(), contextlib.ExitStack() as stack:
+        with out_of_memory_hints(), contextlib.ExitStack() as stack:
             assembly = assemble(
                 self.config, stack, directory=self.directory, world=self.world, given=self.given
             )
             self._distribute(assembly)
-            valid, test = (assembly.data.split(name, assembly.model) for name in ("valid", "test"))
+            valid, test = (assembly.data.evaluation_split(name, assembly.model) for name in ("valid", "test"))
 
             provenance_json = self._collect_provenance(assembly)
             if is_resumed:
@@ -211,7 +218,7 @@ class _Run:
             start_step = trainer.state.step
             result = trainer.train()
             if not result.unfinished:
-                with self.world.watch.patiently("finishing"):
+                with self.world.watchdog.long_operation("finishing"):
                     self._write_final(assembly, trainer, start_step=start_step)
                     self._evaluate_test_split(assembly, trainer, test, result)
             trainer.end(result)  # callbacks write the summary
@@ -227,33 +234,33 @@ class _Run:
             **assembly.data.digests(),
             "steps": assembly.stream.state(),
         }
-        refuse_differences(self.world, "model and data", inputs)
+        check_equal_on_ranks(self.world, "model and data", inputs)
 
         def parameters() -> list[torch.nn.Parameter]:
             heads = assembly.objective.heads or torch.nn.Module()
             return [*assembly.model.parameters(), *heads.parameters()]
 
-        start_alike(self.world, [p for p in parameters() if p.requires_grad])
+        broadcast_parameters(self.world, [p for p in parameters() if p.requires_grad])
         if self.config.parallel.kind == "fsdp":
             self._shard(assembly)
         seed_rank(self.world, self.config.run.seed)
         log.info(
             "parallel: %s on %d processes; a rank has %.1f MiB of weights",
-            *(self.config.parallel.kind, self.world.size, local_bytes_of(parameters()) / 2**20),
+            *(self.config.parallel.kind, self.world.size, local_nbytes(parameters()) / 2**20),
         )
 
     def _shard(self, assembly: Assembly) -> None:
         """Apply tensor parallelism to the trained model, and FSDP to it and to the frozen models."""
-        refuse_uncuttable(assembly.model, self.world.tensor)
+        check_tensor_parallel(assembly.model, self.world.tp_size)
         mesh = device_mesh(self.world, assembly.device)
-        cut_layers(assembly.model, mesh[TENSOR])
+        apply_tensor_parallel(assembly.model, mesh[TENSOR])
         frozen = [model for model in assembly.build.frozen.values() if isinstance(model, LanguageModel)]
         for model in [assembly.model, *frozen]:
-            shard(model, mesh, assembly.precision)
+            shard_model(model, mesh, assembly.precision)
 
     def _collect_provenance(self, assembly: Assembly) -> dict[str, Any]:  # Any: JSON values
         """Return the contents of provenance.json."""
-        return provenance(
+        return collect_provenance(
             assembly.data.digests(),
             assembly.build.base_digest,
             device=assembly.device,
@@ -269,7 +276,7 @@ class _Run:
     ) -> None:
         """Raise a CheckpointError if a resumed run would get other models, records or tokens."""
         inputs = provenance_json | {"fingerprint": assembly.model.fingerprint}
-        with wrong_input(f"{self.directory / PROVENANCE_FILE} is damaged", kind=CheckpointError):
+        with invalid_input_errors(f"{self.directory / PROVENANCE_FILE} is damaged", kind=CheckpointError):
             check_inputs_unchanged(self.directory, inputs, str(assembly.model.name))
 
     def _build_metadata_files(
@@ -315,7 +322,7 @@ class _Run:
             precision=assembly.precision,
             world=self.world,
         )
-        pause = trainer.pause_between_answers
+        pause = trainer.pause_between_completions
         trainer.evaluators = assembly.recipe.evaluators(assembly.build, "valid", valid, pause)
         return trainer
 
@@ -340,10 +347,10 @@ class _Run:
 
         The directory of a resumed run exists, and `resume` has locked it.
         """
-        with self.world.abreast():
+        with self.world.sync_errors():
             if self.world.is_main and not is_resumed:
                 self._create_directory(assembly, metadata)
-                lock_stack.enter_context(locked(self.directory))
+                lock_stack.enter_context(lock_directory(self.directory))
             if self.world.is_main:
                 self.run_log.write_to(self.directory / LOG_FILE)
 
@@ -353,16 +360,16 @@ class _Run:
         It is created before the first step, so that even a failed run can be understood.
         """
         try:
-            make_directory(self.directory.parent)
+            create_directory(self.directory.parent)
         except OSError as error:
             raise ConfigError(f"{self.directory} cannot be created: {error.strerror}") from error
-        with new_directory(self.directory.resolve()) as staging:
+        with create_directory_atomically(self.directory.resolve()) as staging:
             assembly.recipe.stage(assembly.build, staging)
             for name, text in metadata.items():
                 write_text(staging / name, text)
 
     def _restore_checkpoint(self, trainer: Trainer, checkpoint: Path) -> None:
-        with wrong_input(f"{checkpoint} cannot be restored", kind=CheckpointError):
+        with invalid_input_errors(f"{checkpoint} cannot be restored", kind=CheckpointError):
             trainer.restore(checkpoint)
         log.info("resuming after step %d, from %s", trainer.state.step, checkpoint)
 
@@ -373,22 +380,22 @@ class _Run:
         """
         metrics, state = self.directory / METRICS_FILE, trainer.state
         step = state.step if checkpoint is not None else -1
-        set_aside_later_rows(metrics, step=step, evaluated_step=state.evaluated_step)
+        move_superseded_rows(metrics, step=step, evaluated_step=state.evaluated_step)
         if checkpoint is not None:
-            log_config = read_state(checkpoint).get("config", {}).get("log", {})
+            log_config = read_checkpoint_state(checkpoint).get("config", {}).get("log", {})
             warn_about_missing_rows(metrics, step=step, every=log_config.get("every", self.config.log.every))
             # a process that was killed while it deleted the oldest checkpoint leaves one too many
-            prune(self.directory, keep=self.config.checkpoint.keep, best_steps=state.best_steps)
+            prune_checkpoints(self.directory, keep=self.config.checkpoint.keep, best_steps=state.best_steps)
 
     def _write_final(self, assembly: Assembly, trainer: Trainer, *, start_step: int) -> None:
         """Save the trained model to `final/`, unless this run was killed right after it had written that."""
-        final = self.directory / FINAL
+        final = self.directory / FINAL_DIRECTORY
         if self.world.is_main and final.is_dir() and trainer.state.step > start_step:
             remove_directory(final)  # outdated: the run lost its summary, was resumed, and trained further
-        if self.world.from_main(final.is_dir()):
+        if self.world.broadcast(final.is_dir()):
             assembly.recipe.restore_final(assembly.build, final)
             return
-        with self.world.watch.patiently("writing final/"):
+        with self.world.watchdog.long_operation("writing final/"):
             assembly.recipe.save_final(assembly.build, trainer, final)
         self.world.barrier()
 
@@ -396,7 +403,7 @@ class _Run:
         self, assembly: Assembly, trainer: Trainer, test: EvaluationSplit | None, result: RunResult
     ) -> None:
         """Evaluate the final model on the test split, and add the metrics to the summary."""
-        pause = trainer.pause_between_answers
+        pause = trainer.pause_between_completions
         evaluators = assembly.recipe.evaluators(assembly.build, "test", test, pause)
         if test is None and not evaluators:
             return

@@ -13,7 +13,7 @@ from whet.errors import CheckpointError
 from whet.run_directory import (
     CLASSIFICATION_FILE,
     CONFIG_FILE,
-    FINAL,
+    FINAL_DIRECTORY,
     METRICS_FILE,
     PLAN_FILE,
     PROVENANCE_FILE,
@@ -22,7 +22,7 @@ from whet.run_directory import (
 
 _LARGEST_STEP = 2**53
 
-Values = dict[str, Any]  # Any: JSON values that have not been validated
+JsonObject = dict[str, Any]  # Any: JSON values that have not been validated
 
 
 @dataclass
@@ -31,25 +31,25 @@ class RunFiles:
 
     directory: Path
     config_text: str = ""
-    config: Values = field(default_factory=dict)
-    rows: list[Values] = field(default_factory=list)  # those with a step, in file order
-    summary: Values | None = None
-    provenance: Values = field(default_factory=dict)
-    classification: Values | None = None
-    samples: list[Values] = field(default_factory=list)
-    plan: Values = field(default_factory=dict)  # the estimate from before the run
+    config: JsonObject = field(default_factory=dict)
+    rows: list[JsonObject] = field(default_factory=list)  # those with a step, in file order
+    summary: JsonObject | None = None
+    provenance: JsonObject = field(default_factory=dict)
+    classification: JsonObject | None = None
+    samples: list[JsonObject] = field(default_factory=list)
+    plan: JsonObject = field(default_factory=dict)  # the estimate from before the run
     problems: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """The value of run.name, or else the name of the directory."""
-        name = section(self.config, "run").get("name")
+        name = nested_object(self.config, "run").get("name")
         return name if isinstance(name, str) and name else self.directory.resolve().name
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run has written `final/` and its summary."""
-        return self.summary is not None and (self.directory / FINAL).is_dir()
+        return self.summary is not None and (self.directory / FINAL_DIRECTORY).is_dir()
 
     @property
     def status(self) -> str:
@@ -57,7 +57,7 @@ class RunFiles:
         if self.summary is None:
             return "not finished"
         reason = str(self.summary.get("stopped_because", "finished"))
-        if not self.finished:
+        if not self.is_finished:
             return "stopped" if reason == "finished" else f"stopped: {reason}"
         return reason if reason == "finished" else f"finished: {reason}"
 
@@ -91,7 +91,7 @@ def read_run(directory: Path) -> RunFiles:
     return run
 
 
-def section(values: Mapping[str, Any], name: str) -> Values:  # Any: JSON values
+def nested_object(values: Mapping[str, Any], name: str) -> JsonObject:  # Any: JSON values
     """Return a nested object, or an empty one if the value is missing or not an object."""
     value = values.get(name)
     return value if isinstance(value, dict) else {}
@@ -127,7 +127,7 @@ def is_valid_step(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_STEP
 
 
-def _read_rows(run: RunFiles, name: str) -> list[Values]:
+def _read_rows(run: RunFiles, name: str) -> list[JsonObject]:
     rows, broken = [], 0
     for line in _read_text(run, name).split("\n"):
         if not line.strip():
@@ -145,7 +145,7 @@ def _read_rows(run: RunFiles, name: str) -> list[Values]:
     return rows
 
 
-def _read_object(run: RunFiles, name: str) -> Values | None:
+def _read_object(run: RunFiles, name: str) -> JsonObject | None:
     text = _read_text(run, name)
     if not text:
         return None

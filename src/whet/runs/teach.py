@@ -9,26 +9,26 @@ import numpy as np
 from whet.config.objectives.distill import DistillObjective
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
-from whet.data.batches import one_pass
+from whet.data.batches import iter_batches_once
 from whet.data.packing import StepSettings
 from whet.data.run_data import RunData
 from whet.data.tokens.examples import StoredExamples
-from whet.data.tokens.teacher_logprobs import Taught, as_bytes, write_teaching
+from whet.data.tokens.teacher_logprobs import TeacherTargets, targets_to_bytes, write_teacher_logprobs
 from whet.errors import ConfigError, ModelError
 from whet.hardware import choose_device, choose_precision
-from whet.model_io.fingerprints import config_mark, weights_mark
-from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
-from whet.models.language_model import LanguageModel, evaluating
+from whet.model_io.fingerprints import config_file_digest, weight_files_digest
+from whet.model_io.tokenizer import load_model_tokenizer, new_tokenizer
+from whet.models.language_model import LanguageModel, eval_mode
 from whet.ops.kl_divergence import top_logprobs
 from whet.planning.model_facts import model_facts
 from whet.recipes.frozen_models import load_teacher
-from whet.recipes.registry import needs_of, recipe_for
+from whet.recipes.registry import recipe_for, record_needs
 from whet.recipes.teachers import require_examples, teacher_logprobs_path
 
 log = logging.getLogger("whet")
 
 
-def teach(config: RunConfig) -> None:
+def store_teacher_logprobs(config: RunConfig) -> None:
     """Compute the log-probabilities of a config's offline teachers, and store them next to the tokens."""
     parts = {
         name: part
@@ -47,7 +47,7 @@ def teach(config: RunConfig) -> None:
     for part in parts.values():
         section = part.objective
         assert isinstance(section, DistillObjective)
-        data = RunData(part, needs_of(part))
+        data = RunData(part, record_needs(part))
         data.prepare(tokenizer)
         for name, _ in section.teachers:
             teacher = load_teacher(
@@ -65,8 +65,8 @@ def teach(config: RunConfig) -> None:
 def _tokenizer(config: RunConfig) -> Any:  # Any: a transformers tokenizer
     """Return the tokenizer that the run will use."""
     if isinstance(config.language_model, Preset):
-        return new_tokenizer(config.language_model, recipe_for(config).open_data().texts())
-    if (tokenizer := tokenizer_of(config.language_model)) is None:
+        return new_tokenizer(config.language_model, recipe_for(config).open_data().training_texts())
+    if (tokenizer := load_model_tokenizer(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so it cannot read records")
     return tokenizer
 
@@ -94,12 +94,12 @@ def _store_logprobs(
     )
     facts = {
         "teacher": name,
-        "weights": weights_mark(name),
-        "config": config_mark(name),
+        "weights": weight_files_digest(name),
+        "config": config_file_digest(name),
         "vocab_size": teacher.vocab_size,
         "top_k": top_k,
     }
-    write_teaching(path, _sort_by_index(_compute_logprobs(teacher, examples, steps, top_k)), facts)
+    write_teacher_logprobs(path, _sort_by_index(_compute_logprobs(teacher, examples, steps, top_k)), facts)
     log.info("%s: %.1f MB in %s", split, path.stat().st_size / 1e6, path)
 
 
@@ -107,14 +107,14 @@ def _compute_logprobs(
     teacher: LanguageModel, examples: StoredExamples, steps: StepSettings, top_k: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the index of each example and its encoded log-probabilities, in micro-batch order."""
-    with evaluating(teacher):
-        for indices, batch in one_pass(examples, steps):
+    with eval_mode(teacher):
+        for indices, batch in iter_batches_once(examples, steps):
             device_batch = batch.to(teacher.device)
             top_tokens = top_logprobs(teacher.states(device_batch), teacher.head(), top_k=top_k)
             ids, logprobs = (values.cpu().numpy() for values in top_tokens)
             ends = np.cumsum(np.bincount(batch.examples.numpy(), minlength=len(indices)))
             for index, stop, start in zip(indices, ends, (0, *ends), strict=False):
-                yield index, as_bytes(Taught(ids[start:stop], logprobs[start:stop]))
+                yield index, targets_to_bytes(TeacherTargets(ids[start:stop], logprobs[start:stop]))
 
 
 def _sort_by_index(chunks: Iterator[tuple[int, bytes]]) -> Iterator[bytes]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.config.load_config import make_config, to_dict
+from whet.config.load_config import to_dict, validate_config
 from whet.config.quality import ROUTER, Quality
 from whet.config.run_config import RunConfig
 from whet.errors import CheckpointError, ConfigError, RunError
 from whet.recipes.quality.tabular_model import QualitySpec, TabularModel
-from whet.run_directory import CONFIG_FILE, PROVENANCE_FILE, is_finished, summary_of
+from whet.run_directory import CONFIG_FILE, PROVENANCE_FILE, is_finished, read_summary
 from whet.storage import read_json
 from whet.studies.sweep import check_existing_run, train_or_resume
 from whet.training.callbacks import Callback
@@ -84,7 +84,7 @@ def ablate(
         if data_digest is not None and digest != data_digest:
             raise CheckpointError(f"{directory} was trained on different rows than the previous runs")
         data_digest = digest
-        value = summary_of(directory)["final"].get(METRIC)
+        value = read_summary(directory)["final"].get(METRIC)
         if not isinstance(value, float) or not math.isfinite(value):
             raise RunError(f"{directory}: {METRIC} is {value}")
         runs.append(ArmRun(arm, plan.run.seed, str(directory), value, reused))
@@ -111,11 +111,11 @@ def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:
     if config.model.arm == "dense":  # the config of a dense model cannot name a router
         groups.setdefault(ROUTER, {"lr_scale": 0.1})
     values["optim"]["groups"] = {}
-    names = _parameter_names(make_config(values))
+    names = _parameter_names(validate_config(values))
     values["optim"]["groups"] = {
         pattern: group for pattern, group in groups.items() if any(re.search(pattern, n) for n in names)
     }
-    return arm, make_config(values)
+    return arm, validate_config(values)
 
 
 def _parameter_names(plan: RunConfig) -> list[str]:

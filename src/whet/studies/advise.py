@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from whet.config.checks.unread_keys import unread
+from whet.config.checks.unread_keys import keys_without_effect
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
 from whet.data.class_balance import class_counts
 from whet.data.run_data import RunData
 from whet.data.tokens.examples import StoredExamples
 from whet.errors import ModelError
-from whet.model_io.tokenizer import new_tokenizer, tokenizer_of
+from whet.model_io.tokenizer import load_model_tokenizer, new_tokenizer
 from whet.planning.model_facts import model_facts
 from whet.recipes.mix import MixData
 from whet.recipes.registry import recipe_for
@@ -47,7 +47,10 @@ def advise(config: RunConfig) -> list[Advice]:
         *_alpha(config),
         *_clip(config),
         *_schedule(config, data),
-        *(Advice(key, "warn", f"has no effect with {choice}") for key, choice in unread(config).items()),
+        *(
+            Advice(key, "warn", f"has no effect with {choice}")
+            for key, choice in keys_without_effect(config).items()
+        ),
     ]
     if isinstance(data, RunData):
         findings += _check_examples(config, data)
@@ -75,8 +78,8 @@ def _for_part(index: int, advice: Advice) -> Advice:
 
 def _tokenizer(config: RunConfig, data: RunData | MixData) -> Any:  # Any: a transformers tokenizer
     if isinstance(config.language_model, Preset):
-        return new_tokenizer(config.language_model, data.texts(), kept_in=None)
-    if (tokenizer := tokenizer_of(config.language_model)) is None:
+        return new_tokenizer(config.language_model, data.training_texts(), stored_in=None)
+    if (tokenizer := load_model_tokenizer(config.language_model)) is None:
         raise ModelError(f"{config.model} has no tokenizer, so its records cannot be tokenized")
     return tokenizer
 

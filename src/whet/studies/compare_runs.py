@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from whet.config.load_config import flat_keys
+from whet.config.load_config import flatten_keys
 from whet.errors import CheckpointError, ConfigError
-from whet.runs.metric_series import LARGEST, Metric, as_number, metrics_of
-from whet.runs.run_files import RunFiles, Values, is_run, read_run, section
+from whet.runs.metric_series import MAX_PLOTTED_VALUE, Metric, as_number, metrics_by_name
+from whet.runs.run_files import JsonObject, RunFiles, is_run, nested_object, read_run
 from whet.studies.comparability import differing_keys
 from whet.studies.statistics import compare, deviation, hedges_g, holm, interval, mean
 
@@ -141,7 +141,7 @@ class RunComparison:
 
 def _is_usable(value: float) -> bool:
     """Return whether a value can be compared: a perplexity of 1e200 is as useless as infinity."""
-    return abs(value) <= LARGEST
+    return abs(value) <= MAX_PLOTTED_VALUE
 
 
 def _difference(group: RunGroup, first: RunGroup, metric: str) -> GroupDifference | None:
@@ -207,7 +207,7 @@ def _runs_at(directory: Path) -> list[Path]:
 
 def seed_of(run: RunFiles) -> int | None:
     """Return the seed in a run's config, or None."""
-    seed = section(run.config, "run").get("seed")
+    seed = nested_object(run.config, "run").get("seed")
     return seed if isinstance(seed, int) and not isinstance(seed, bool) else None
 
 
@@ -230,7 +230,7 @@ def _group_runs(runs: Sequence[RunFiles]) -> list[RunGroup]:
 
 def _setting(run: RunFiles) -> dict[str, object]:
     """Return the config of a run by flat keys, without name and seed; lists of sections are one value."""
-    return {key: value for key, value in flat_keys(run.config) if key not in _SEED_KEYS}
+    return {key: value for key, value in flatten_keys(run.config) if key not in _SEED_KEYS}
 
 
 def _text(value: object) -> str:
@@ -271,14 +271,14 @@ def setting_text(value: object) -> str:
 def final_metrics(run: RunFiles) -> dict[str, float]:
     """Return the last value of each metric (throughput: median), the best evaluation and the test metrics."""
     final = {}
-    for name, metric in metrics_of(run.rows).items():
+    for name, metric in metrics_by_name(run.rows).items():
         series = metric.train if metric.evaluation.last is None else metric.evaluation
         if series.last is not None and name not in _NOT_COMPARED:
             final[name] = median(series.values) if name in _RATES and series.values else series.last
     summary = run.summary or {}
-    best = section(summary, "best")
+    best = nested_object(summary, "best")
     best_value = {f"best_{best.get('metric')}": best.get("value")} if best else {}
-    test = {f"test_{name}": value for name, value in section(summary, "test").items() if name != "s"}
+    test = {f"test_{name}": value for name, value in nested_object(summary, "test").items() if name != "s"}
     for name, value in {**test, **best_value, "seconds": summary.get("seconds")}.items():
         number = as_number(value)
         if number is not None and _is_usable(number):
@@ -288,12 +288,14 @@ def final_metrics(run: RunFiles) -> dict[str, float]:
 
 def curves_of(run: RunFiles) -> dict[str, Metric]:
     """Return the metrics of a run that can be drawn over the steps."""
-    return {name: metric for name, metric in metrics_of(run.rows).items() if metric.drawable}
+    return {name: metric for name, metric in metrics_by_name(run.rows).items() if metric.has_points}
 
 
 def _default_metric(runs: Sequence[RunFiles], known: Sequence[str]) -> str:
     """Return the metric that selected the runs' best checkpoints, else a validation or training loss."""
-    best_metrics = {str(section(run.summary or {}, "best").get("metric")) for run in runs if run.summary}
+    best_metrics = {
+        str(nested_object(run.summary or {}, "best").get("metric")) for run in runs if run.summary
+    }
     candidates = (*(best_metrics if len(best_metrics) == 1 else ()), "eval_loss", "exact_match", "loss")
     return next((name for name in candidates if name in known), known[0] if known else "loss")
 
@@ -304,7 +306,7 @@ def _notes(runs: Sequence[RunFiles]) -> Iterator[str]:
         if run.status != "finished":
             yield f"{run.name} is {run.status}"
     for split in ("train", "valid", "test"):
-        digests = {_text(section(run.provenance, "data_sha256").get(split)) for run in runs}
+        digests = {_text(nested_object(run.provenance, "data_sha256").get(split)) for run in runs}
         if len(digests) > 1:
             yield f"data.{split} differs between the runs"
 
@@ -315,7 +317,7 @@ def _divergences(groups: Sequence[RunGroup], metric: str) -> Iterator[str]:
             yield f"{name}: the last {metric} is {value}; it is in no mean, and its group cannot be the best"
 
 
-def comparison_json(comparison: RunComparison) -> Values:
+def comparison_json(comparison: RunComparison) -> JsonObject:
     """Return the comparison as JSON values; non-finite numbers become strings, as in metrics.jsonl."""
     groups = []
     for index, group in enumerate(comparison.groups):
@@ -347,13 +349,13 @@ def comparison_json(comparison: RunComparison) -> Values:
     }
 
 
-def _score_json(score: SeedScores) -> Values:
+def _score_json(score: SeedScores) -> JsonObject:
     return _json_values(
         {"values": score.values, "mean": score.mean, "std": score.std, "interval": score.interval}
     )
 
 
-def _json_values(values: Mapping[str, object]) -> Values:
+def _json_values(values: Mapping[str, object]) -> JsonObject:
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

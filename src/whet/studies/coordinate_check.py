@@ -13,8 +13,8 @@ from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, RunError
 from whet.models.attention import SelfAttention
 from whet.models.decoder import Decoder
-from whet.models.rope import Rotation, rotate
-from whet.runs.assemble import assembled
+from whet.models.rope import Rotation, apply_rope
+from whet.runs.assemble import open_assembly
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation, at_width, slope, with_seed
 from whet.training.trainer import Trainer
 
@@ -96,7 +96,7 @@ def coordinate_check(
 
 def _measure_run(plan: RunConfig, steps: int) -> dict[str, tuple[float, float]]:
     """Return the activation sizes before and after a run; infinite after a run that failed."""
-    with assembled(plan) as work:
+    with open_assembly(plan) as work:
         assert isinstance(work.model, Decoder)
         batches = list(islice(iter(work.stream), steps))
         tokens = batches[0][0].tokens.to(work.device)
@@ -155,7 +155,7 @@ def _scores(attention: SelfAttention, x: torch.Tensor, rotation: Rotation | None
     """Return the attention scores before the softmax, at the unmasked positions."""
     queries, keys, _ = attention.project(x)
     if rotation is not None:
-        queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+        queries, keys = apply_rope(queries, *rotation), apply_rope(keys, *rotation)
     spec = attention.spec
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     scores = queries @ keys.repeat_interleave(spec.heads // spec.kv_heads, dim=1).mT * scale

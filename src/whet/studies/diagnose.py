@@ -11,7 +11,7 @@ from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.objectives.objective import Objective
 from whet.recipes.quality.tabular_model import TabularModel
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.studies.dtype_comparison import Diagnosis, DtypeComparison
 from whet.training.loss import total_weights
 
@@ -26,12 +26,12 @@ def diagnose(config: RunConfig) -> Diagnosis:
             hint="set method.kind to lora",
         )
     run = config.run.model_copy(update={"precision": "fp32", "compile": False, "grad_checkpoint": False})
-    with assembled(config.model_copy(update={"run": run})) as work:
+    with open_assembly(config.model_copy(update={"run": run})) as work:
         batch = next(work.stream)[0].to(work.model.device)
-        return examine(work.model, work.objective, batch)
+        return diagnose_batch(work.model, work.objective, batch)
 
 
-def examine(
+def diagnose_batch(
     model: Any, objective: Objective, batch: Batch
 ) -> Diagnosis:  # Any: the model type that the objective expects
     """Compare the gradients of one batch between dtypes; the weights of the model must be fp32."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError, RunError
-from whet.runs.assemble import assembled
+from whet.runs.assemble import open_assembly
 from whet.storage import replace_text
 from whet.studies.mup_widths import PARAMETRISATIONS, Parametrisation, at_width, with_seed
 from whet.training.trainer import Trainer
@@ -123,7 +123,7 @@ def lr_sweep(
 
 
 def _last_loss(plan: RunConfig) -> float:
-    with assembled(plan) as work:
+    with open_assembly(plan) as work:
         trainer = Trainer(work.model, work.objective, work.stream, plan, precision=work.precision)
         try:
             history = trainer.fit().history

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from whet.config.load_config import make_config, to_dict
+from whet.config.load_config import to_dict, validate_config
 from whet.config.preset import Preset
 from whet.config.run_config import RunConfig
 from whet.errors import ConfigError
@@ -41,7 +41,7 @@ def at_width(config: RunConfig, width: int, parametrisation: Parametrisation, **
     values["optim"] |= optim
     if parametrisation == "standard":
         values["optim"]["mup"] = None
-    return make_config(values)
+    return validate_config(values)
 
 
 def with_seed(config: RunConfig, seed: int) -> RunConfig:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from whet.config.load_config import load_config, make_config, to_dict
+from whet.config.load_config import load_config, to_dict, validate_config
 from whet.config.run_config import RunConfig
 from whet.errors import CheckpointError, ConfigError, StorageError, WhetError
 from whet.run_directory import CONFIG_FILE, is_finished
-from whet.runs.resume_checks import differences, refuse_changes
+from whet.runs.resume_checks import check_config_unchanged, config_differences
 from whet.runs.run import resume, train
-from whet.storage import clear_leftovers, replace_text
+from whet.storage import remove_temporary_files, replace_text
 from whet.training.callbacks import Callback
 
 log = logging.getLogger("whet")
@@ -199,7 +199,7 @@ def plan_sweep(
             runs.append(SweepRun(f"{name}-seed-{seed}" if name else f"seed-{seed}", setting, seed))
             values = to_dict(run_config)
             values["run"] |= {"seed": seed, "dir": str(directory), "name": runs[-1].name}
-            plans.append(make_config(values, origin=str(config)))
+            plans.append(validate_config(values, origin=str(config)))
     return Sweep(directory, plans, runs)
 
 
@@ -310,7 +310,7 @@ def _write_status(sweep: Sweep, states: list[SweepRun], index: int, state: Sweep
 def train_or_resume(plan: RunConfig, callbacks: Iterable[Callback]) -> bool:
     """Start a run, or resume it if it exists; return whether it finished."""
     directory = plan.directory
-    clear_leftovers(directory.parent, of=directory.name)
+    remove_temporary_files(directory.parent, only_name=directory.name)
     exists = (directory / CONFIG_FILE).is_file()
     if exists:
         check_existing_run(plan)
@@ -322,8 +322,10 @@ def check_existing_run(plan: RunConfig) -> None:
     """Raise a CheckpointError if an existing run has other settings, length or evaluation than planned."""
     directory = plan.directory
     existing = to_dict(load_config(directory / CONFIG_FILE))
-    refuse_changes(existing, plan, directory)
-    if changed := [key for key in differences(existing, to_dict(plan)) if key.startswith(_SHARED_KEYS)]:
+    check_config_unchanged(existing, plan, directory)
+    if changed := [
+        key for key in config_differences(existing, to_dict(plan)) if key.startswith(_SHARED_KEYS)
+    ]:
         raise CheckpointError(
             f"{directory} was started with a different {' and '.join(changed)} than the other runs",
             hint="choose another name for all of them (run.name=...)",

@@ -14,7 +14,7 @@ from whet.training.callbacks import (
     Metrics,
     ModelCallback,
     StopRun,
-    plain,
+    to_python,
     upgrade_state_names,
     with_state_names,
 )
@@ -108,7 +108,7 @@ class CallbackList:
         for callback in self.callbacks:
             if isinstance(callback, Injector):
                 yield callback
-        metrics.update(plain(metrics))
+        metrics.update(to_python(metrics))
         for callback in self.callbacks:
             if not isinstance(callback, Injector):
                 yield callback

@@ -212,13 +212,13 @@ class RowCallback(Callback, abc.ABC):
         """Write one metrics row."""
 
 
-def plain(value: Any) -> Any:  # Any: a metric; JSON values
+def to_python(value: Any) -> Any:  # Any: a metric; JSON values
     """Convert NumPy and torch values, also nested ones, to Python numbers and lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: to_python(item) for key, item in value.items()}
+    return [to_python(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def with_state_names(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:

@@ -18,15 +18,27 @@ from safetensors.torch import load_file
 from torch import nn
 
 from whet.errors import CheckpointError
-from whet.model_io.checkpoint_weights import CHECKPOINT_WEIGHTS, put_trained, read_trained, trained_parameters
-from whet.model_io.sharded_tensors import MOMENT, StoredTensor, fill, has_shards, is_cut, stored_tensors
+from whet.model_io.checkpoint_weights import (
+    CHECKPOINT_WEIGHTS,
+    copy_trained_parameters,
+    read_trained_parameters,
+    trained_parameters,
+)
+from whet.model_io.sharded_tensors import (
+    STATE_SEPARATOR,
+    TensorInfo,
+    has_shards,
+    is_sharded_tensor,
+    read_into,
+    read_tensor_infos,
+)
 from whet.parallel.object_exchange import ProcessGroup
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.parallel.sharded_checkpoint import write_sharded
-from whet.run_directory import CHECKPOINTS, STATE_FILE
+from whet.run_directory import CHECKPOINTS_DIRECTORY, STATE_FILE
 from whet.storage import (
     check_manifest,
-    new_directory,
+    create_directory_atomically,
     read_json,
     remove_directory,
     replace_directory,
@@ -53,10 +65,10 @@ class Contents:
     @property
     def is_sharded(self) -> bool:
         """Whether each rank has only its shards of the weights."""
-        return any(is_cut(tensor) for tensor in self.weights.values())
+        return any(is_sharded_tensor(tensor) for tensor in self.weights.values())
 
 
-def contents_of(
+def checkpoint_contents(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, metadata: CheckpointState | None
 ) -> Contents:
     """Return the contents of a checkpoint of the current state; tensors are not copied."""
@@ -74,7 +86,7 @@ def write_contents(path: Path, contents: Contents, group: ProcessGroup = None) -
         tensors = {**contents.weights, **(contents.moments or {})}
         write_sharded(path, tensors, {STATE_FILE: contents.state}, group=group)
         return
-    with new_directory(path, replace=True) as staging:
+    with create_directory_atomically(path, replace=True) as staging:
         files = {CHECKPOINT_WEIGHTS: write_safetensors(staging / CHECKPOINT_WEIGHTS, contents.weights)}
         if contents.moments is not None:
             files[OPTIMIZER] = write_safetensors(staging / OPTIMIZER, contents.moments)
@@ -104,7 +116,7 @@ def save_checkpoint(
         CheckpointError: If the step, the metadata or the optimizer state cannot be stored.
     """
     _check_state(step, metadata)
-    write_contents(Path(path), contents_of(model, optimizer, step, metadata))
+    write_contents(Path(path), checkpoint_contents(model, optimizer, step, metadata))
 
 
 def _check_state(step: int, metadata: CheckpointState | None) -> None:
@@ -128,7 +140,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    world: World = SOLO,
+    world: World = SINGLE_PROCESS,
 ) -> CheckpointState:
     """Load a checkpoint into a model and an optimizer, and return its state.
 
@@ -147,19 +159,19 @@ def load_checkpoint(
         CheckpointError: If the checkpoint is incomplete or damaged, or does not fit the model.
     """
     path = Path(path)
-    with world.abreast():
+    with world.sync_errors():
         check_manifest(path, share=slice(world.rank, None, world.size))
-    weights, state = read_trained(model, path), read_state(path)
+    weights, state = read_trained_parameters(model, path), read_checkpoint_state(path)
     if optimizer is not None:
         _restore_optimizer(model, optimizer, path, state.get("optimizer", {}))
-    put_trained(model, weights)
+    copy_trained_parameters(model, weights)
     return state
 
 
-def read_state(path: Path) -> CheckpointState:
+def read_checkpoint_state(path: Path) -> CheckpointState:
     """Return the state of a checkpoint: everything that is not a tensor."""
     # No size limit: the state may contain a rollout, and the manifest covers it.
-    return read_json(path / STATE_FILE, most=math.inf)
+    return read_json(path / STATE_FILE, max_bytes=math.inf)
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -195,7 +207,7 @@ def _optimizer_entries(
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if value is not None:
-                yield f"{names[parameter]}{MOMENT}{key}", value
+                yield f"{names[parameter]}{STATE_SEPARATOR}{key}", value
 
 
 def _restore_optimizer(
@@ -205,13 +217,13 @@ def _restore_optimizer(
     values: Mapping[str, Any],  # Any: JSON values
 ) -> None:
     parameters = dict(model.named_parameters())
-    if has_shards(path) or any(is_cut(parameter) for parameter in parameters.values()):
+    if has_shards(path) or any(is_sharded_tensor(parameter) for parameter in parameters.values()):
         tensors = {
             entry: _empty_buffer(stored, _parameter_of(entry, parameters, path))
-            for entry, stored in stored_tensors(path).items()
-            if MOMENT in entry
+            for entry, stored in read_tensor_infos(path).items()
+            if STATE_SEPARATOR in entry
         }
-        fill(tensors, path)
+        read_into(tensors, path)
     else:
         try:
             tensors = load_file(path / OPTIMIZER)
@@ -220,24 +232,24 @@ def _restore_optimizer(
     state: dict[torch.Tensor, dict[str, Any]] = {}  # Any: tensors and numbers
     for entry, tensor in tensors.items():
         parameter = _parameter_of(entry, parameters, path)
-        state.setdefault(parameter, {})[entry.rpartition(MOMENT)[2]] = tensor.to(parameter.device)
+        state.setdefault(parameter, {})[entry.rpartition(STATE_SEPARATOR)[2]] = tensor.to(parameter.device)
     for entry, value in values.items():
         parameter = _parameter_of(entry, parameters, path)
-        state.setdefault(parameter, {})[entry.rpartition(MOMENT)[2]] = value
+        state.setdefault(parameter, {})[entry.rpartition(STATE_SEPARATOR)[2]] = value
     optimizer.state.clear()
     optimizer.state.update(state)
 
 
 def _parameter_of(entry: str, parameters: Mapping[str, nn.Parameter], path: Path) -> nn.Parameter:
-    name = entry.rpartition(MOMENT)[0]
+    name = entry.rpartition(STATE_SEPARATOR)[0]
     if name not in parameters:
         raise CheckpointError(f"{path / OPTIMIZER} does not fit this model, which has no parameter {name}")
     return parameters[name]
 
 
-def _empty_buffer(stored: StoredTensor, parameter: nn.Parameter) -> torch.Tensor:
+def _empty_buffer(stored: TensorInfo, parameter: nn.Parameter) -> torch.Tensor:
     """Return a buffer for optimizer state: sharded like its parameter if their shapes agree, else full."""
-    if is_cut(parameter) and stored.shape == parameter.shape:
+    if is_sharded_tensor(parameter) and stored.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
     return torch.empty(stored.shape, dtype=stored.dtype)
 
@@ -300,17 +312,17 @@ def _unpack(packed: str) -> torch.Tensor:
 
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Return the path of a step's checkpoint in a run directory."""
-    return directory / CHECKPOINTS / f"step-{step:06d}"
+    return directory / CHECKPOINTS_DIRECTORY / f"step-{step:06d}"
 
 
 def _sorted_checkpoints(directory: Path) -> list[Path]:
-    paths = (directory / CHECKPOINTS).glob("step-*")
+    paths = (directory / CHECKPOINTS_DIRECTORY).glob("step-*")
     matches = [(path, _DIRECTORY_NAME.fullmatch(path.name)) for path in paths]
     steps = {path: int(match["step"]) for path, match in matches if match is not None}
     return sorted(steps, key=steps.__getitem__)
 
 
-def newest_valid(directory: Path) -> Path | None:
+def newest_valid_checkpoint(directory: Path) -> Path | None:
     """Return the newest valid checkpoint of a run, or None if the run has no checkpoints.
 
     Newer damaged checkpoints are logged with the reason and renamed to `broken-step-...`.
@@ -333,7 +345,7 @@ def newest_valid(directory: Path) -> Path | None:
     return None
 
 
-def prune(directory: Path, *, keep: int, best_steps: Sequence[int]) -> None:
+def prune_checkpoints(directory: Path, *, keep: int, best_steps: Sequence[int]) -> None:
     """Delete all checkpoints except the newest `keep` and the best one that was saved."""
     paths = _sorted_checkpoints(directory)
     best = [path for step in best_steps if (path := checkpoint_path(directory, step)) in paths]

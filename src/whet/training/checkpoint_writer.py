@@ -15,10 +15,10 @@ import torch
 from whet.config.run import Checkpoint
 from whet.errors import RunError, StorageError
 from whet.parallel.object_exchange import ProcessGroup
-from whet.parallel.process_group import SOLO, World
-from whet.parallel.sharded_checkpoint import local_part, with_local_part
-from whet.storage import sync_rows
-from whet.training.checkpoint import Contents, checkpoint_path, prune, write_contents
+from whet.parallel.process_group import SINGLE_PROCESS, World
+from whet.parallel.sharded_checkpoint import local_shard, with_local_shard
+from whet.storage import fsync_jsonl_files
+from whet.training.checkpoint import Contents, checkpoint_path, prune_checkpoints, write_contents
 
 log = logging.getLogger("whet")
 
@@ -29,7 +29,7 @@ class CheckpointWriter:
     A failed save does not stop the run: earlier checkpoints stay, and the next save tries again.
     """
 
-    def __init__(self, directory: Path, settings: Checkpoint, world: World = SOLO) -> None:
+    def __init__(self, directory: Path, settings: Checkpoint, world: World = SINGLE_PROCESS) -> None:
         self.world = world
         self.directory = directory
         self.settings = settings
@@ -55,7 +55,7 @@ class CheckpointWriter:
 
         Args:
             step: The step of the checkpoint.
-            contents: What to save. Its tensors must not change before `before_update` returns.
+            contents: What to save. Its tensors must not change before `wait_for_copy` returns.
             best_steps: Steps that were the best so far; the checkpoint of the last one is never deleted.
         """
         self.wait()
@@ -76,7 +76,7 @@ class CheckpointWriter:
         )
         self._thread.start()
 
-    def before_update(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the tensors of a save in progress are copied, so that an update may change them."""
         self._copied.wait()
 
@@ -116,10 +116,12 @@ class CheckpointWriter:
     def _write(self, step: int, contents: Contents, best_steps: Sequence[int]) -> None:
         try:
             if self.world.is_main:
-                sync_rows(self.directory)  # a run resumed from this checkpoint does not repeat their steps
+                fsync_jsonl_files(
+                    self.directory
+                )  # a run resumed from this checkpoint does not repeat their steps
             write_contents(checkpoint_path(self.directory, step), contents, self._group)
             if self.world.is_main:
-                prune(self.directory, keep=self.settings.keep, best_steps=best_steps)
+                prune_checkpoints(self.directory, keep=self.settings.keep, best_steps=best_steps)
         except BaseException as error:  # `_handle_outcome` raises or logs it in the main thread
             self._error = error
 
@@ -150,12 +152,12 @@ class CheckpointWriter:
     def _copy_tensors(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         copies = {}
         for name, tensor in tensors.items():
-            key, local = f"{kind} {name}", local_part(tensor.detach())
+            key, local = f"{kind} {name}", local_shard(tensor.detach())
             buffer = self._buffers.get(key)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
                 pinned = local.device.type == "cuda"
                 buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
                 self._buffers[key] = buffer
             buffer.copy_(local, non_blocking=buffer.is_pinned())
-            copies[name] = with_local_part(tensor, buffer)
+            copies[name] = with_local_shard(tensor, buffer)
         return copies

@@ -7,7 +7,7 @@ import torch
 from whet.data.batches import Batch
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
-from whet.training.loss import in_precision
+from whet.training.loss import autocast_context
 from whet.training.prefetch import forward_rng_state, restore_forward_rng_state
 
 _MIN_RECOMPILE_LIMIT = 64
@@ -37,7 +37,7 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
     torch._dynamo.config.specialize_float = True
     # If its input requires a gradient, as in the other layers, the first layer shares their graph. That
     # gradient costs 0.1 to 0.2% of a step. Frozen layers need none.
-    model.input_has_gradient = any(parameter.requires_grad for parameter in blocks[0].parameters())
+    model.input_requires_grad = any(parameter.requires_grad for parameter in blocks[0].parameters())
     rng_state, training = forward_rng_state(model.device), model.training
     try:
         for block in blocks:
@@ -46,7 +46,7 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
     except Exception as error:  # a run must work whatever fails in a compiler backend
         for block in blocks:
             block._compiled_call_impl = None
-        model.input_has_gradient = False
+        model.input_requires_grad = False
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"off: {reason}"
     finally:
@@ -58,6 +58,6 @@ def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> 
 
 def _run_once(model: LanguageModel, batch: Batch, precision: Precision) -> None:
     """Run a forward and a backward pass."""
-    with in_precision(precision, model.device):
+    with autocast_context(precision, model.device):
         hidden = model.hidden(batch.tokens, batch.positions, batch.layout())
     hidden.float().sum().backward()

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from whet.config.metric_direction import falls
+from whet.config.metric_direction import lower_is_better
 from whet.errors import CheckpointError, ConfigError, check_positive
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.training.callbacks import Callback, Metrics, StopRun
 from whet.training.checkpoint import checkpoint_path, load_checkpoint
 from whet.training.state import RunState
@@ -71,7 +71,7 @@ def is_better(metric: str, value: float, best: float | None, *, min_delta: float
         return False
     if best is None:
         return True
-    return value < best - min_delta if falls(metric) else value > best + min_delta
+    return value < best - min_delta if lower_is_better(metric) else value > best + min_delta
 
 
 def note_best(state: RunState, metrics: Metrics, metric: str | None) -> bool:
@@ -88,7 +88,9 @@ def note_best(state: RunState, metrics: Metrics, metric: str | None) -> bool:
     return True
 
 
-def restore_best_weights(directory: Path, module: nn.Module, state: RunState, *, world: World = SOLO) -> None:
+def restore_best_weights(
+    directory: Path, module: nn.Module, state: RunState, *, world: World = SINGLE_PROCESS
+) -> None:
     """Load the weights of the best step whose checkpoint is valid into a module."""
     if not state.best:
         return

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from whet.parallel.gradient_sync import by_mesh
+from whet.parallel.gradient_sync import group_by_mesh
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the global norm of gradients, some of which may be sharded, in float32 or wider."""
-    norms = [torch.linalg.vector_norm(torch.stack(_norms(group))) for group in by_mesh(gradients)]
+    norms = [torch.linalg.vector_norm(torch.stack(_norms(group))) for group in group_by_mesh(gradients)]
     full = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return full[0] if len(full) == 1 else torch.linalg.vector_norm(torch.stack(full))
 
@@ -35,7 +35,7 @@ def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def rescale(gradients: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply all gradients by a factor, in place."""
-    for group in by_mesh(gradients) if factor != 1.0 else ():
+    for group in group_by_mesh(gradients) if factor != 1.0 else ():
         torch._foreach_mul_(group, factor)
 
 
@@ -47,5 +47,5 @@ def clip_divisor(norm: torch.Tensor, limit: float) -> torch.Tensor:
 def clip(gradients: Sequence[torch.Tensor], limit: float, norm: torch.Tensor) -> None:
     """Scale gradients with the given norm in place, so that their norm is at most `limit`."""
     factor = 1.0 / clip_divisor(norm, limit)
-    for group in by_mesh(gradients):
+    for group in group_by_mesh(gradients):
         torch._foreach_mul_(group, factor)

@@ -13,10 +13,10 @@ import torch
 from whet.data.batches import Batch
 from whet.errors import DataError
 from whet.hardware import Precision
-from whet.models.language_model import Trainable, evaluating
+from whet.models.language_model import Trainable, eval_mode
 from whet.objectives.objective import Loss, Objective
 from whet.parallel.gradient_sync import is_sharded
-from whet.parallel.process_group import SOLO, World
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.training.callback_list import CallbackList
 from whet.training.callbacks import EvaluationStoppedError, Metrics
 
@@ -47,19 +47,21 @@ def loss_weight(objective: Objective, batches: Sequence[Batch]) -> float:
     )
 
 
-def taken(world: World, batches: Sequence[Batch], *, matched: bool) -> Iterator[tuple[int, Batch, bool]]:
+def share_batches(
+    world: World, batches: Sequence[Batch], *, matched: bool
+) -> Iterator[tuple[int, Batch, bool]]:
     """Yield the batches that this rank computes, each with its index and whether its result counts.
 
     With `matched`, every rank runs the same sequence of forward passes, which sharded models need to avoid
     deadlocks. The parts of a mix need different forward passes, so they are distributed one after the other.
     """
     if not matched:
-        yield from world.rounds(batches)
+        yield from world.local_items(batches)
         return
     start = 0
     for _, group in itertools.groupby(batches, key=lambda batch: batch.part):
         part_batches = list(group)
-        for index, batch, counts in world.rounds(part_batches, matched=True):
+        for index, batch, counts in world.local_items(part_batches, pad=True):
             yield start + index, batch, counts
         start += len(part_batches)
 
@@ -76,16 +78,16 @@ def weighted_loss(
 
     The loss is the sum over terms of coefficient * term / weight; `weights` are those of the whole step.
     """
-    return _shares(computed_loss(model, objective, batch, precision=precision), objective, weights)
+    return _shares(compute_loss(model, objective, batch, precision=precision), objective, weights)
 
 
-def computed_loss(model: Trainable, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
+def compute_loss(model: Trainable, objective: Objective, batch: Batch, *, precision: Precision) -> Loss:
     """Return the loss sums of a micro-batch, computed in the run's precision."""
-    with in_precision(precision, batch.tokens.device):
+    with autocast_context(precision, batch.tokens.device):
         return objective.loss(model, batch)
 
 
-def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
+def autocast_context(precision: Precision, device: torch.device) -> torch.autocast:
     """Return an autocast context for a run's precision; disabled if compute and trained dtypes are equal."""
     mixed = precision.compute != precision.trained
     return torch.autocast(device.type, dtype=precision.compute, enabled=mixed)
@@ -123,7 +125,7 @@ def evaluate_loss(
     *,
     precision: Precision,
     pause: Callable[[], None] = lambda: None,
-    world: World = SOLO,
+    world: World = SINGLE_PROCESS,
 ) -> dict[str, Any]:  # Any: numbers, and lists of numbers
     """Return the evaluation metrics of a model over `batches`.
 
@@ -139,18 +141,18 @@ def evaluate_loss(
     )
     outputs: list[torch.Tensor] = []
     matched = is_sharded(model)
-    with evaluating(model), world.abreast() if not matched else contextlib.nullcontext():
-        for _, batch, counts in taken(world, batches, matched=matched):
-            with world.abreast() if matched else contextlib.nullcontext():
+    with eval_mode(model), world.sync_errors() if not matched else contextlib.nullcontext():
+        for _, batch, counts in share_batches(world, batches, matched=matched):
+            with world.sync_errors() if matched else contextlib.nullcontext():
                 pause()
-            result = computed_loss(model, objective, batch.to(model.device), precision=precision)
+            result = compute_loss(model, objective, batch.to(model.device), precision=precision)
             if not counts:
                 continue
             outputs += [] if result.outputs is None else [result.outputs.cpu()]
             loss, metrics = _shares(result, objective, weights)
             for name, value in {"loss": loss, **metrics}.items():
                 sums[name] = sums[name] + value
-    totals = world.sums({name: value.tolist() for name, value in sums.items()})
+    totals = world.sum_values({name: value.tolist() for name, value in sums.items()})
     results: dict[str, Any] = {f"eval_{name}": value for name, value in totals.items()}
     likelihood = objective.likelihood
     mean = results[f"eval_{likelihood}" if isinstance(likelihood, str) else "eval_loss"]
@@ -160,8 +162,8 @@ def evaluate_loss(
     if likelihood and len(sizes) == len(batches):
         supervised = sum(batch.supervised for batch in batches)
         results["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
-    if world.from_main(bool(outputs)):
-        results |= objective.summarise(world.in_order(outputs, len(batches)), batches)
+    if world.broadcast(bool(outputs)):
+        results |= objective.summarise(world.gather_in_order(outputs, len(batches)), batches)
     return {**results, "eval_s": time.perf_counter() - started}
 
 
@@ -195,12 +197,12 @@ class Evaluation:
 
     def pause_point(self) -> None:
         """Send a heartbeat, and abort the evaluation if a callback asks to stop."""
-        self.world.watch.doing("evaluating")
+        self.world.watchdog.report_activity("evaluating")
         self.callbacks.pause()
 
     def pause_between_completions(self) -> None:
         """Do the same between generated completions; tensor-parallel ranks stop after all completions."""
-        if self.world.tensor > 1:
-            self.world.watch.doing("generating")
+        if self.world.tp_size > 1:
+            self.world.watchdog.report_activity("generating")
         else:
             self.pause_point()

@@ -120,7 +120,7 @@ class StepQueue:
         device, world = self.train_step.device, self.train_step.world
         started, rng_state = DeviceEvent(device), forward_rng_state(device)
         position = self.stream.state()
-        with world.watch.patiently("preparing a step"):  # may shuffle an epoch or generate rollouts
+        with world.watchdog.long_operation("preparing a step"):  # may shuffle an epoch or generate rollouts
             step = next(self.stream)
         return ComputedStep(step, self.train_step.gradients(step), started, position, rng_state)
 
@@ -189,7 +189,7 @@ class PendingUpdate:
     def read(self) -> tuple[dict[str, Any], float, bool]:  # Any: numbers or lists of numbers
         """Wait for the update; return its metrics, its gradient norm and whether it was skipped."""
         skipped, norm, *values = self.results.values()
-        return self._world.sums(dict(zip(self._names, values, strict=True))), norm, bool(skipped)
+        return self._world.sum_values(dict(zip(self._names, values, strict=True))), norm, bool(skipped)
 
 
 class StepClock:

@@ -11,10 +11,10 @@ import torch
 from whet.config.router_balancing import RouterBalancing
 from whet.errors import ConfigError
 from whet.models.language_model import LanguageModel
-from whet.models.moe import BALANCE_BIAS, MixtureOfExperts, mixtures
+from whet.models.moe import BALANCE_BIAS, MixtureOfExperts, moe_layers
 from whet.objectives.objective import Objective
 from whet.objectives.router_losses import LOAD_BALANCING, STATISTICS, SUMS, Z_LOSS, RoutedObjective
-from whet.ops.grouped_experts import describe_grouped
+from whet.ops.grouped_experts import describe_expert_matmuls
 from whet.training.callbacks import Injector, Metrics, ModelCallback
 
 log = logging.getLogger("whet")
@@ -130,7 +130,7 @@ def effective_experts(share: np.ndarray) -> float:
     return math.exp(-float((used * np.log(used)).sum()))
 
 
-def with_routers(
+def add_router_objective(
     objective: Objective, model: LanguageModel, section: RouterBalancing, *, compute: torch.dtype
 ) -> tuple[Objective, list[Injector]]:
     """Add router losses and router metrics to the objective of a mixture-of-experts model.
@@ -144,7 +144,7 @@ def with_routers(
     Returns:
         The objective to train with, and the callbacks that report router metrics.
     """
-    layers = mixtures(model)
+    layers = moe_layers(model)
     requested = [name for name, value in section.model_dump().items() if value]
     if not layers and requested:
         raise ConfigError(f"experts.{requested[0]}: whet finds no experts in this model")
@@ -160,7 +160,7 @@ def with_routers(
     log.info(
         "experts: %d in each of %d layers, %d per token; computed %s",
         *(spec.experts, len(layers), spec.top_k),
-        describe_grouped(weight.device, compute, tuple(weight.shape[1:]), model.paths),
+        describe_expert_matmuls(weight.device, compute, tuple(weight.shape[1:]), model.paths),
     )
     for term in routed.per_micro_batch:
         log.info("%s is averaged over micro-batches, so it depends on run.micro_batch_tokens", term)
@@ -168,4 +168,4 @@ def with_routers(
 
 
 def _moe_layer_indices(model: LanguageModel) -> list[int]:
-    return [index for index, block in enumerate(model.blocks()) if mixtures(block)]
+    return [index for index, block in enumerate(model.blocks()) if moe_layers(block)]

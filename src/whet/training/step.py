@@ -9,12 +9,12 @@ from whet.data.batches import Batch
 from whet.hardware import Precision
 from whet.models.language_model import Trainable
 from whet.objectives.objective import Objective
-from whet.parallel.gradient_sync import GradientSum, is_sharded
+from whet.parallel.gradient_sync import GradientReducer, is_sharded
 from whet.parallel.process_group import World
-from whet.parallel.tensor_parallel import NeighbourGradients
+from whet.parallel.tensor_parallel import ReplicatedGradientSync
 from whet.training.grad_clip import clip, clip_divisor, rescale, total_norm
 from whet.training.grad_scaler import LossScale
-from whet.training.loss import taken, total_weights, weighted_loss
+from whet.training.loss import share_batches, total_weights, weighted_loss
 from whet.training.optim.optimizers import masked_step, partition_parameters, supports_grad_divisor
 from whet.training.prefetch import HostCopy, PendingUpdate
 
@@ -43,8 +43,8 @@ class TrainStep:
         self.device = model.device
         self.trained, self._not_optimized = partition_parameters(optimizer, trained_module)
         self.loss_scale = LossScale(2.0**16) if precision.compute == torch.float16 else LossScale()
-        self._gradient_sum = GradientSum(self.trained, world)
-        self._neighbour_gradients = NeighbourGradients(self.trained, world)
+        self._gradient_sum = GradientReducer(self.trained, world)
+        self._neighbour_gradients = ReplicatedGradientSync(self.trained, world)
         self._sharded = is_sharded(trained_module)
         self._supports_grad_divisor = supports_grad_divisor(optimizer) and not self._sharded
 
@@ -59,22 +59,24 @@ class TrainStep:
             self.trained_module.train()
         weights = weights or total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
-        shares = list(taken(self.world, micro_batches, matched=self._sharded))
+        shares = list(share_batches(self.world, micro_batches, matched=self._sharded))
         exchanging = "gathering layers and adding up gradients" if self._sharded else None
         for number, (_, batch, counts) in enumerate(shares, start=1):
-            self.world.watch.doing(f"micro-batch {number} of {len(shares)}", exchanging=exchanging)
+            self.world.watchdog.report_activity(
+                f"micro-batch {number} of {len(shares)}", collective=exchanging
+            )
             loss, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision
             )
             if number == len(shares):
-                self._gradient_sum.expect_last()
+                self._gradient_sum.expect_last_backward()
             (loss * (self.loss_scale.value if counts else 0.0)).backward()
             if not counts:
                 continue
             for name, value in {"loss": loss.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
         self._gradient_sum.finish()
-        self._neighbour_gradients.align()
+        self._neighbour_gradients.synchronize()
         return sums
 
     def unscaled_gradients(
@@ -107,7 +109,7 @@ class TrainStep:
             divisor = clip_divisor(norm, self.max_norm)
         elif self.max_norm is not None:
             clip(gradients, self.max_norm, norm)
-        skip = (~(norm.isfinite() & self.world.add_up(sums["loss"]).isfinite())).float()
+        skip = (~(norm.isfinite() & self.world.all_reduce_sum(sums["loss"]).isfinite())).float()
         before_update()
         masked_step(self.optimizer, lr=lr, skip=skip, divisor=divisor)  # also clears the gradients it used
         self._clear_unused_gradients()

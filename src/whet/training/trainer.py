@@ -12,14 +12,19 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, IteratorStream, Step, StepStream
 from whet.errors import RunError
 from whet.hardware import Precision, choose_precision, peak_gib
-from whet.models.heads import WithHeads
+from whet.models.heads import ModelWithHeads
 from whet.models.language_model import Trainable
 from whet.objectives.objective import Objective
-from whet.ops.dispatch import chosen_paths
-from whet.parallel.process_group import SOLO, World
+from whet.ops.dispatch import current_paths
+from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.training.callback_list import CallbackList
 from whet.training.callbacks import Callback, Metrics, RunView, StopRun
-from whet.training.checkpoint import contents_of, gather_random_states, load_checkpoint, restore_random_states
+from whet.training.checkpoint import (
+    checkpoint_contents,
+    gather_random_states,
+    load_checkpoint,
+    restore_random_states,
+)
 from whet.training.checkpoint_writer import CheckpointWriter
 from whet.training.early_stopping import note_best, restore_best_weights
 from whet.training.loss import Evaluation, loss_weight
@@ -75,7 +80,7 @@ class Trainer:
         directory: str | Path | None = None,
         precision: Precision | None = None,
         settings: TrainSettings | None = None,
-        world: World = SOLO,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         if not isinstance(objective, Objective):
             raise RunError(
@@ -97,7 +102,7 @@ class Trainer:
             from whet.models.pad_row import freeze_pad_row
 
             freeze_pad_row(model)
-        self.learner = model if objective.heads is None else WithHeads(model, objective.heads)
+        self.learner = model if objective.heads is None else ModelWithHeads(model, objective.heads)
         self.optimizer, self.lr_at = prepare_optimizer(
             optimizer, schedule, config, self.learner, self.total_steps
         )
@@ -113,7 +118,7 @@ class Trainer:
         self.trained = self.train_step.trained
         self.state = RunState(loss_scale=self.train_step.loss_scale)
         self.queue = StepQueue(self.stream, self.train_step)
-        paths = chosen_paths()
+        paths = current_paths()
         self.prefetches = supports_prefetch(paths, self.device, self.precision, world)
         if not paths.prefetch:
             log.info("reference path: plain torch, without fast paths")
@@ -157,7 +162,7 @@ class Trainer:
             # The last step is saved once, after the final evaluation.
             if self._writer is not None and not self.is_last(self.state.step):
                 due = self._writer.is_due(self.state.step)
-                if self.world.from_main(due) if self.settings.checkpoint.minutes else due:
+                if self.world.broadcast(due) if self.settings.checkpoint.minutes else due:
                     self.save()
                 self.callbacks.checkpoints_saved(self._writer.pop_completed())
         return self._finish()
@@ -206,7 +211,7 @@ class Trainer:
         """Abort the evaluation in progress if a callback asks to stop; call this often during evaluations."""
         self.evaluation.pause_point()
 
-    def pause_between_answers(self) -> None:
+    def pause_between_completions(self) -> None:
         """Do the same between generated completions; see `Evaluation.pause_between_completions`."""
         self.evaluation.pause_between_completions()
 
@@ -216,10 +221,10 @@ class Trainer:
         The tensors may still be copied in the background when this returns. The next update waits for it.
         """
         self.queue.cancel()
-        if self._writer is None or self.world.from_main(self._writer.saved_step == self.state.step):
+        if self._writer is None or self.world.broadcast(self._writer.saved_step == self.state.step):
             return
-        contents = contents_of(self.learner, self.optimizer, self.state.step, self._run_state())
-        with self.world.watch.patiently("saving"):
+        contents = checkpoint_contents(self.learner, self.optimizer, self.state.step, self._run_state())
+        with self.world.watchdog.long_operation("saving"):
             self._writer.save(self.state.step, contents, best_steps=tuple(self.state.best_steps))
 
     def restore(self, path: Path) -> None:
@@ -262,13 +267,13 @@ class Trainer:
     def _complete(self, computed: ComputedStep, *, start: float, prefetch: bool = False) -> Metrics:
         """Apply the update of a step, and return its metrics."""
         lr, step = self.lr_at(self.state.step + 1), computed.step
-        before_update = (lambda: None) if self._writer is None else self._writer.before_update
+        before_update = (lambda: None) if self._writer is None else self._writer.wait_for_copy
         applied = self.queue.apply(computed, lr=lr, before_update=before_update, prefetch=prefetch)
         metrics = applied.metrics
         if applied.skipped:
             self._report_nonfinite(computed, metrics["loss"], applied.norm)
         self.state.count_step(skipped=applied.skipped)
-        self.world.watch.at_step(self.state.step)
+        self.world.watchdog.report_step(self.state.step)
         seconds, self.state.elapsed_s = self.clock.end_step(start, applied.device_seconds)
         self.last_step = step
         self.view.note_step(weight=loss_weight(self.objective, step), weighted=frozenset(metrics))
@@ -292,7 +297,7 @@ class Trainer:
 
     def _wait_for_save(self) -> None:
         if self._writer is not None:
-            with self.world.watch.patiently("saving"):
+            with self.world.watchdog.long_operation("saving"):
                 self._writer.wait()
             self.callbacks.checkpoints_saved(self._writer.pop_completed())
 
@@ -364,7 +369,7 @@ class Trainer:
 
     def end(self, result: RunResult) -> None:
         """Call `on_train_end` of the callbacks; raises RunError if the last checkpoint was not written."""
-        with self.world.watch.patiently("finishing"):
+        with self.world.watchdog.long_operation("finishing"):
             self.callbacks.train_end(result)
         if self._writer is not None:
             self._writer.raise_failure(unfinished=result.unfinished)

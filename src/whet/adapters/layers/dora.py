@@ -51,7 +51,7 @@ class DoRALinear(LoRALinear):
         with torch.no_grad():
             weight = self.base.weight
             if not self.paths.fused_lora:
-                return torch.linalg.vector_norm(weight.float() + self.delta(), dim=1).clamp(min=1e-15)
+                return torch.linalg.vector_norm(weight.float() + self.delta_weight(), dim=1).clamp(min=1e-15)
             a, b = self.scale * self.lora_A.float(), self.lora_B.float()
             cross = (weight @ a.to(weight.dtype).T).float()  # [out, rank]: s W A'
             square = self.base_square.float() + ((2 * cross + b @ (a @ a.T)) * b).sum(1)
@@ -59,7 +59,7 @@ class DoRALinear(LoRALinear):
 
     def merged_weight(self) -> torch.Tensor:
         """Return the rows of W + s B A rescaled to their trained magnitudes, computed in float32."""
-        updated = self.base.weight.float() + self.delta()
+        updated = self.base.weight.float() + self.delta_weight()
         norm = torch.linalg.vector_norm(updated, dim=1, keepdim=True).detach().clamp(min=1e-15)
         return (updated * (self.lora_magnitude_vector.float()[:, None] / norm)).to(self.base.weight.dtype)
 

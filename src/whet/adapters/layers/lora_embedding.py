@@ -54,4 +54,4 @@ class LoRAEmbedding(Adapter):
     def stored(self) -> StoredModule:
         """Return the stored form of this adapter."""
         a, b = self.lora_embedding_A, self.lora_embedding_B
-        return StoredModule.of_layer(StoredLayer(self.settings, a, b, embedding=True))
+        return StoredModule.from_layer(StoredLayer(self.settings, a, b, embedding=True))

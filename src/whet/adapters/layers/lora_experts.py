@@ -39,7 +39,7 @@ def router_weights(model: LanguageModel) -> dict[str, nn.Parameter]:
     }
 
 
-def fused_weights(model: LanguageModel) -> dict[str, nn.Parameter]:
+def parameter_targets(model: LanguageModel) -> dict[str, nn.Parameter]:
     """Return all weights that are adapted as parameters: those of fused experts and of routers."""
     return {**expert_weights(model), **router_weights(model)}
 

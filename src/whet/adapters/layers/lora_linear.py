@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.adapters.adapter import Adapter, LoRASettings, StoredLayer, StoredModule
-from whet.adapters.fused_lora import Operands, Settled, low_rank_gated, low_rank_products
+from whet.adapters.fused_lora import Operands, PreparedLayers, fused_lora_outputs, fused_lora_swiglu
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError
 from whet.ops.kernels import lora_swiglu
@@ -37,13 +37,13 @@ class LoRALinear(Adapter):
         """Return the output of the base layer, plus the update if it is enabled."""
         if not self.enabled:
             return self.base(x)
-        if self.drops:
+        if self.has_active_dropout:
             return self.forward_with_dropout(x, F.dropout(x, self.settings.dropout))
         if not self.paths.fused_lora:
             return self.forward_with_dropout(x, x)
         return self.finish_output(self._fused_outputs(x, [self])[0])
 
-    def together(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor] | None:
+    def forward_siblings(self, x: torch.Tensor, layers: Sequence[nn.Module]) -> list[torch.Tensor] | None:
         """Return the outputs of several layers for one input, or None if they cannot be fused."""
         fusible = _fusible_layers(layers)
         if not self.paths.fused_lora or len(fusible) != len(layers):
@@ -51,7 +51,7 @@ class LoRALinear(Adapter):
         outputs = self._fused_outputs(x, fusible)
         return [layer.finish_output(output) for layer, output in zip(fusible, outputs, strict=True)]
 
-    def gated(self, x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
+    def forward_swiglu(self, x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor | None:
         """Return down(silu(self(x)) * up(x)), or None if fusing is impossible or would not be faster."""
         layers = _fusible_layers((self, up, down))
         if (
@@ -64,14 +64,14 @@ class LoRALinear(Adapter):
         operands = [layer.operands() for layer in layers]
         ranks = tuple(len(layer_operands.a) for layer_operands in operands)
         dtype = self.base.dtype if isinstance(self.base, NF4Linear) else self.base.weight.dtype
-        if not lora_swiglu.suits(x, dtype, ranks):
+        if not lora_swiglu.is_supported(x, dtype, ranks):
             return None
-        return low_rank_gated(x, *operands)
+        return fused_lora_swiglu(x, *operands)
 
     def _fused_outputs(self, x: torch.Tensor, layers: Sequence["LoRALinear"]) -> Sequence[torch.Tensor]:
         if not self._is_prepared:
-            return low_rank_products(x, [layer.operands() for layer in layers])
-        return self.cached(tuple(layers), lambda: Settled([layer.operands() for layer in layers]))(x)
+            return fused_lora_outputs(x, [layer.operands() for layer in layers])
+        return self.cached(tuple(layers), lambda: PreparedLayers([layer.operands() for layer in layers]))(x)
 
     @property
     def _is_prepared(self) -> bool:
@@ -79,7 +79,7 @@ class LoRALinear(Adapter):
         return self.weight_cache is not None and not torch.is_grad_enabled()
 
     @property
-    def drops(self) -> bool:
+    def has_active_dropout(self) -> bool:
         """Whether dropout is active, which makes the output random."""
         return self.training and self.settings.dropout > 0
 
@@ -97,7 +97,7 @@ class LoRALinear(Adapter):
         """Return the output if the base reads x and the update reads `update_input`, x after dropout."""
         operands = self.operands()
         if self.paths.fused_lora:
-            return low_rank_products(x, [operands], update_input)[0]
+            return fused_lora_outputs(x, [operands], update_input)[0]
         wide = torch.promote_types(x.dtype, operands.a.dtype)
         low = F.linear(update_input.to(wide), operands.a.to(wide))
         y = self.base(x)
@@ -123,7 +123,7 @@ class LoRALinear(Adapter):
         """Size of the last output dimension."""
         return self.base.out_features
 
-    def delta(self) -> torch.Tensor:
+    def delta_weight(self) -> torch.Tensor:
         """Return scale * B A in float32."""
         operands = self.operands()
         return (operands.b.float() @ operands.a.float()) * operands.scale
@@ -131,7 +131,7 @@ class LoRALinear(Adapter):
     def merged_weight(self) -> torch.Tensor:
         """Return W + scale * B A, computed in float32 and cast to the dtype of the base."""
         weight = self.base.weight
-        return (weight.float() + self.delta()).to(weight.dtype)
+        return (weight.float() + self.delta_weight()).to(weight.dtype)
 
     def merged(self) -> dict[str, torch.Tensor]:
         """Return the weight and bias of a plain layer with the same outputs."""
@@ -140,7 +140,7 @@ class LoRALinear(Adapter):
 
     def stored(self) -> StoredModule:
         """Return the stored form of this layer's adapter."""
-        return StoredModule.of_layer(self.stored_layer())
+        return StoredModule.from_layer(self.stored_layer())
 
     def stored_layer(self) -> StoredLayer:
         """Return the low-rank update as which a variant is stored."""
@@ -152,7 +152,10 @@ def _fusible_layers(layers: Sequence[nn.Module]) -> list[LoRALinear]:
     return [
         layer
         for layer in layers
-        if isinstance(layer, LoRALinear) and layer.enabled and not layer.drops and not _has_hooks(layer)
+        if isinstance(layer, LoRALinear)
+        and layer.enabled
+        and not layer.has_active_dropout
+        and not _has_hooks(layer)
     ]
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from whet.config.objectives.union import OBJECTIVE_KINDS
 from whet.config.quality import Quality
-from whet.errors import ConfigError, shorten, shown
+from whet.errors import ConfigError, short_repr, shorten
 
 Location = tuple[int | str, ...]
 
@@ -73,11 +73,11 @@ def _reason(problem: Any, root: type[BaseModel]) -> str:  # Any: pydantic's type
         case "union_tag_not_found":
             return "kind is missing"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"this must be a section with keys, not a value (given: {shown(value)})"
+            return f"this must be a section with keys, not a value (given: {short_repr(value)})"
     message = shorten(problem["msg"].removeprefix("Value error, "), 1000)
     if problem["type"] == "int_from_float" and (description := _description(problem["loc"], root)):
         message = f"{message}: {description}"
-    return message if isinstance(value, dict) else f"{message} (given: {shown(value)})"
+    return message if isinstance(value, dict) else f"{message} (given: {short_repr(value)})"
 
 
 def _description(location: Location, root: type[BaseModel]) -> str | None:
@@ -123,7 +123,7 @@ def _paths(section: type[BaseModel], prefix: str = "", depth: int = 2) -> Iterat
     for name, field in section.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         yield path
-        for inner in inner_sections(field.annotation) if depth > 1 else ():
+        for inner in nested_sections(field.annotation) if depth > 1 else ():
             yield from _paths(inner, f"{path}.", depth - 1)
 
 
@@ -140,13 +140,13 @@ def _section_at(location: Location, root: type[BaseModel]) -> type[BaseModel] | 
             continue
         # in a list or mapping of sections, the next part is an index or a user-defined key: keep the section
         if (field := sections[0].model_fields.get(str(key))) is not None:
-            sections = list(inner_sections(field.annotation))
+            sections = list(nested_sections(field.annotation))
     return sections[0] if sections else None
 
 
-def inner_sections(annotation: object) -> Iterator[type[BaseModel]]:
+def nested_sections(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the section classes in a field's type, including items of lists and mappings."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
-        yield from inner_sections(inner)
+        yield from nested_sections(inner)

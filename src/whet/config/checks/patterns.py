@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from whet.errors import shown
+from whet.errors import short_repr
 
 _MAX_CHARACTERS = 1000
 _MAX_REPEATS = 4  # per alternative: each multiplies the matching time by the length of a name
@@ -29,18 +29,18 @@ def compile_pattern(pattern: str, *, before: str = "") -> re.Pattern[str]:
         compiled = re.compile(f"{before}({pattern})" if before else pattern)
         tree = re._parser.parse(pattern)  # type: ignore[attr-defined]  # the parser that re.compile uses
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from error
+        raise ValueError(f"{short_repr(pattern)} is not a regular expression: {error}") from error
     repeats = list(_repeats(tree))
     if any(_is_ambiguous(body) for body, _ in repeats):
         raise ValueError(
-            f"{shown(pattern)} has a repeat or an alternative inside a repeat, as in (a+)+ or (a|b)*: "
+            f"{short_repr(pattern)} has a repeat or an alternative inside a repeat, as in (a+)+ or (a|b)*: "
             "matching it could take exponential time"
         )
     open_ended = [body for body, following in repeats if not _stops_at(body, following)]
     if len(open_ended) > _MAX_REPEATS * (1 + pattern.count("|")):
         raise ValueError(
-            f"{shown(pattern)} has more than {_MAX_REPEATS} repeats (* or +) that can end anywhere: write "
-            r"[^.]*\. instead of .*\. to match one component of a name"
+            f"{short_repr(pattern)} has more than {_MAX_REPEATS} repeats (* or +) that can end anywhere: "
+            r"write [^.]*\. instead of .*\. to match one component of a name"
         )
     return compiled
 

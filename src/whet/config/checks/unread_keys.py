@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from whet.config.method import Method
-from whet.config.objectives.union import section_of_kind
+from whet.config.objectives.union import objective_section
 from whet.config.run_config import RunConfig
 from whet.config.section import Section, key_info
 
 
-def unread(config: RunConfig) -> dict[str, str]:
+def keys_without_effect(config: RunConfig) -> dict[str, str]:
     """Return the keys that are set but have no effect, each with the choice that disables it.
 
     Keys at their default value are left out.
@@ -20,19 +20,19 @@ def unread(config: RunConfig) -> dict[str, str]:
     return dict(_unread(config.model_copy(update={"method": method}), ""))
 
 
-def unread_lines(config: RunConfig) -> list[str]:
+def unused_key_messages(config: RunConfig) -> list[str]:
     """Return one message for each key that is set but has no effect."""
-    return [f"{key} has no effect with {choice}" for key, choice in unread(config).items()]
+    return [f"{key} has no effect with {choice}" for key, choice in keys_without_effect(config).items()]
 
 
-def unread_by_objective(values: Mapping[str, Any]) -> set[str]:  # Any: YAML values
+def objective_keys_without_effect(values: Mapping[str, Any]) -> set[str]:  # Any: YAML values
     """Return the keys that have no effect for an objective, given as plain values."""
-    fields = section_of_kind(values.get("kind")).model_fields
-    conditions = {key: read_by for key, field in fields.items() if (read_by := key_info(field).read_by)}
+    fields = objective_section(values.get("kind")).model_fields
+    conditions = {key: read_by for key, field in fields.items() if (read_by := key_info(field).used_when)}
     return {
         key
         for key, read_by in conditions.items()
-        if not read_by.includes([values.get(read_by.switch, fields[read_by.switch].get_default())])
+        if not read_by.matches([values.get(read_by.switch, fields[read_by.switch].get_default())])
     }
 
 
@@ -44,10 +44,10 @@ def _unread(value: object, path: str) -> Iterator[tuple[str, str]]:
     if not isinstance(value, Section):
         return
     for name, field in type(value).model_fields.items():
-        current, read_by = getattr(value, name), key_info(field).read_by
+        current, read_by = getattr(value, name), key_info(field).used_when
         if read_by is not None and current != field.get_default():
             chosen = _chosen(getattr(value, read_by.switch))
-            if not read_by.includes(chosen):
+            if not read_by.matches(chosen):
                 yield f"{path}{name}", f"{path}{read_by.switch}: {', '.join(map(_format, chosen))}"
         yield from _unread(current, f"{path}{name}.")
 

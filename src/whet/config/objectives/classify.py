@@ -16,7 +16,7 @@ class ClassifyObjective(ObjectiveSection):
 
     default_targets = "qv"
     output = "class"
-    answer_level_kinds = ("classify",)
+    sequence_level_kinds = ("classify",)
 
     kind: Literal["classify"] = Field(
         description="classification of records {input, label} or {input, labels}"

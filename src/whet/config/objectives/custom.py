@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from whet.config.placeholder import parse_placeholder
 from whet.config.section import ObjectiveSection
-from whet.errors import shown
+from whet.errors import short_repr
 
 
 class CustomObjective(ObjectiveSection):
@@ -46,8 +46,8 @@ class CustomObjective(ObjectiveSection):
         if isinstance(values, Mapping):
             for key, value in _unsupported(values, ""):
                 raise ValueError(
-                    f"{key} is {shown(value)}: a config can only contain strings, numbers, booleans, null, "
-                    "lists and mappings"
+                    f"{key} is {short_repr(value)}: a config can only contain strings, numbers, booleans, "
+                    "null, lists and mappings"
                 )
         return values
 

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from whet.config.section import KeyInfo, ObjectiveSection, ReadBy
+from whet.config.section import KeyInfo, ObjectiveSection, UsedWhen
 
-_ADDITIVE = KeyInfo(read_by=ReadBy("mode", ("additive",)))
+_ADDITIVE = KeyInfo(used_when=UsedWhen("mode", ("additive",)))
 
 
 class DistrustObjective(ObjectiveSection):
@@ -19,7 +19,7 @@ class DistrustObjective(ObjectiveSection):
         "weight",
         description="weight the loss of each text, or add the published term, which has no gradient",
     )
-    strength: Annotated[float, KeyInfo(read_by=ReadBy("mode", ("weight",)))] = Field(
+    strength: Annotated[float, KeyInfo(used_when=UsedWhen("mode", ("weight",)))] = Field(
         1.0, ge=0, le=1, description="weight: from 0 (all texts weigh 1) to 1 (weights d^2 / mean(d^2))"
     )
     alpha: Annotated[float, _ADDITIVE] = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from whet.config.placeholder import parse_placeholder
-from whet.config.section import KeyInfo, ObjectiveSection, Positive, ReadBy, Section, Text
+from whet.config.section import KeyInfo, ObjectiveSection, Positive, Section, Text, UsedWhen
 
 BUILTIN_REWARDS = ("exact_match", "numeric_match", "regex", "json_schema", "length")
 Advantage = Literal["group", "dr_grpo", "rloo", "reinforce"]
@@ -69,7 +69,7 @@ def _reject_callable(reward: Any) -> None:  # Any: YAML or Python values
 class GRPOObjective(ObjectiveSection):
     """GRPO: sample completions from the model and reinforce those with higher rewards (docs/grpo.md)."""
 
-    answer_level_kinds = ("grpo",)
+    sequence_level_kinds = ("grpo",)
 
     kind: Literal["grpo"] = Field(
         "grpo", description="GRPO: compare the rewards of a group of completions per prompt"
@@ -122,7 +122,7 @@ class GRPOObjective(ObjectiveSection):
     beta: float = Field(
         0.0, ge=0, description="weight of the KL to the reference model; 0: no reference model is loaded"
     )
-    reference_model: Annotated[Text | None, KeyInfo(read_by=ReadBy("beta"))] = Field(
+    reference_model: Annotated[Text | None, KeyInfo(used_when=UsedWhen("beta"))] = Field(
         None,
         description="name or path of the reference model; null: the model before the first step",
     )
@@ -147,7 +147,7 @@ class GRPOObjective(ObjectiveSection):
     )
 
     @property
-    def aggregated_by(self) -> Aggregation:
+    def resolved_aggregation(self) -> Aggregation:
         """`aggregation`, or its default for `advantage`."""
         return self.aggregation or ("constant" if self.advantage == "dr_grpo" else "token")
 

@@ -33,7 +33,7 @@ class Part(Section):
     )
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """The name of this part, by default the kind of its objective."""
         return self.name or self.objective.kind
 
@@ -53,7 +53,7 @@ class MixObjective(ObjectiveSection):
     @field_validator("parts")
     @classmethod
     def _check_unique_names(cls, parts: list[Part]) -> list[Part]:
-        names = [part.called for part in parts]
+        names = [part.label for part in parts]
         if len(set(names)) < len(names):
             raise ValueError(f"the parts are named {', '.join(names)}: give each a different name")
         return parts

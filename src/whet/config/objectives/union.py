@@ -42,6 +42,6 @@ _SECTIONS: dict[str, type[ObjectiveSection]] = {
 OBJECTIVE_KINDS = (*_SECTIONS, "mix")  # pydantic puts these names into error locations
 
 
-def section_of_kind(kind: object) -> type[ObjectiveSection]:
+def objective_section(kind: object) -> type[ObjectiveSection]:
     """Return the section class of an objective kind, or the base class for mix, custom and unknown kinds."""
     return _SECTIONS.get(kind, ObjectiveSection) if isinstance(kind, str) else ObjectiveSection

@@ -11,17 +11,17 @@ import numpy as np
 from whet.config.run_config import RunConfig
 from whet.data.batches import check_lengths
 from whet.data.class_balance import class_counts, describe_classes
-from whet.data.inspect.duplicates import Duplicates, Scan, duplicates, overlap
+from whet.data.inspect.duplicates import Duplicates, SplitScan, duplicates, overlap
 from whet.data.inspect.step_facts import StepFacts
 from whet.data.inspect.token_text import Piece, TokenText
 from whet.data.run_data import RunData
 from whet.data.sources.source import MAX_REASONS
-from whet.data.sources.splits import LEARNED
+from whet.data.sources.splits import TRAINING_SPLITS
 from whet.data.tokens.examples import StoredExamples, StoredPairs
 from whet.errors import WhetError
-from whet.models.costs import ModelFacts
+from whet.models.costs import ModelSummary
 
-SHAPES_COUNTED = 10_000  # counting reads the source again, which may be long
+MAX_COUNTED_FORMATS = 10_000  # counting reads the source again, which may be long
 MAX_SHOWN_TOKENS = 300  # tokens; longer samples are shown without their middle
 SHOWN_HEAD, SHOWN_TAIL = 160, 80
 _BINS = 10
@@ -33,11 +33,11 @@ class Sample:
 
     origin: str
     kind: str  # chosen or rejected, or its class; else empty
-    place: str  # token range within its record; empty for a complete record
+    token_range: str  # token range within its record; empty for a complete record
     tokens: int
     supervised: int
     head: tuple[Piece, ...]
-    left_out: int
+    omitted_tokens: int
     tail: tuple[Piece, ...]
 
 
@@ -61,14 +61,14 @@ class SplitFacts:
 
     name: str
     source: str
-    shapes: dict[str, int]  # record format -> count, among the first SHAPES_COUNTED records
+    record_formats: dict[str, int]  # record format -> count, among the first MAX_COUNTED_FORMATS records
     records: int  # without the bad ones
     examples: int
     tokens: int  # of the examples
     supervised: int
     lengths: tuple[int, int, int, int]  # of the records before truncation: min, median, 95%, max
     bins: tuple[Bin, ...]
-    cut: dict[str, int]  # number of records truncated, split and dropped
+    shortened: dict[str, int]  # number of records truncated, split and dropped
     skipped: int
     reasons: tuple[str, ...]  # for the first skipped records
     hint: str | None  # how to fix the first of them
@@ -76,30 +76,30 @@ class SplitFacts:
     duplicates: Duplicates
     doubled_bos: int
     first_doubled: str
-    ended: int  # examples with a supervised end token
+    with_supervised_end: int  # examples with a supervised end token
     longest: tuple[int, str]  # number of tokens and origin of the longest example
-    outside: str | None  # a token outside the vocabulary of the model
-    refused: int  # number of records that are too long, if data.too_long is error
+    out_of_vocabulary: str | None  # a token outside the vocabulary of the model
+    too_long_count: int  # number of records that are too long, if data.too_long is error
     too_long: tuple[str, ...]  # the first of these records
     samples: tuple[Sample, ...]
-    is_judged: bool = False  # inputs to classify, without completions
+    is_classification: bool = False  # inputs to classify, without completions
     pairs: bool = False  # each record has two examples, chosen and rejected
     classes: str = ""  # number of examples per class, as text
-    unread: tuple[tuple[str, str], ...] = ()  # fields that reach no token: message and fix
+    unread_fields: tuple[tuple[str, str], ...] = ()  # fields that reach no token: message and fix
 
     @property
     def can_split(self) -> bool:
         """Whether long records can be split into windows."""
-        return not (self.is_judged or self.pairs)
+        return not (self.is_classification or self.pairs)
 
 
 @dataclass(frozen=True)
 class Overlap:
     """Records that are both in a held-out split and in the training data."""
 
-    held: str
-    learned: str
-    twins: Duplicates
+    held_out_split: str
+    training_split: str
+    duplicates: Duplicates
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class TokenizerFacts:
 
     size: int
     special: dict[str, str]  # BOS, EOS, PAD -> token, if defined
-    ends: tuple[str, ...]  # tokens that end a completion
+    end_tokens: tuple[str, ...]  # tokens that end a completion
     template: str | None
     template_digest: str | None
 
@@ -118,15 +118,15 @@ class DataView:
     """Everything that `whet data` shows."""
 
     config: RunConfig
-    model: ModelFacts | None
+    model: ModelSummary | None
     tokenizer: TokenizerFacts | None
     splits: tuple[SplitFacts, ...]
     overlaps: tuple[Overlap, ...]
     steps: StepFacts | None
     errors: tuple[WhetError, ...]  # other errors with which `whet train` would fail
-    missing: tuple[WhetError, ...] = ()  # inputs that a run needs and that do not exist yet
+    missing_inputs: tuple[WhetError, ...] = ()  # inputs that a run needs and that do not exist yet
     held_out: int = 0  # number of training examples held out for validation
-    classes_left: str = ""  # number of remaining training examples per class, as text
+    remaining_classes: str = ""  # number of remaining training examples per class, as text
     unread_prompts: tuple[tuple[str, str], ...] = ()  # prompt fields that reach no token: message and fix
     prompts: tuple[tuple[str, str], ...] = ()  # prompts to complete, for objectives that train on completions
     completions: int = 0  # per prompt
@@ -140,7 +140,7 @@ def check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> N
 
 
 def split_facts(
-    name: str, data: RunData, scanned: Scan, config: RunConfig, model: ModelFacts | None, samples: int
+    name: str, data: RunData, scanned: SplitScan, config: RunConfig, model: ModelSummary | None, samples: int
 ) -> SplitFacts:
     """Return the facts of one prepared split, with a few samples."""
     examples, source = data.examples[name].sides, data.sources[name]
@@ -158,17 +158,17 @@ def split_facts(
     return SplitFacts(
         name=name,
         source=source.name,
-        is_judged=is_judged,
+        is_classification=is_judged,
         pairs=data.needs.pairs,
         classes=describe_split_classes(data, name),
-        shapes=Counter(str(record.shape) for record in islice(source, SHAPES_COUNTED)),
+        record_formats=Counter(str(record.record_format) for record in islice(source, MAX_COUNTED_FORMATS)),
         records=len(store) // sides,
         examples=len(examples),
         tokens=int((examples.stops - examples.starts - is_judged).sum()),
         supervised=examples.supervised,
         lengths=(low, middle, high, top),
         bins=histogram(sizes),
-        cut={action: 0 if len(refused) else count for action, count in examples.counts.items()},
+        shortened={action: 0 if len(refused) else count for action, count in examples.length_counts.items()},
         skipped=store.notes["skipped"],
         reasons=tuple(store.notes["reasons"]),
         hint=store.notes.get("hint"),
@@ -176,15 +176,15 @@ def split_facts(
         duplicates=duplicates(store, scanned.hashes),
         doubled_bos=scanned.doubled_bos,
         first_doubled=scanned.first_doubled,
-        ended=scanned.ended,
+        with_supervised_end=scanned.with_supervised_end,
         longest=(int(examples.lengths[longest]) + 1, examples[longest].origin),
-        outside=_out_of_vocabulary(examples, data.tokenizer, model),
-        refused=len(refused),
+        out_of_vocabulary=_out_of_vocabulary(examples, data.tokenizer, model),
+        too_long_count=len(refused),
         too_long=tuple(
             f"{store.origin(sides * record)}: {record_sizes[record]:,} tokens"
             for record in refused[:MAX_REASONS].tolist()
         ),
-        unread=tuple(data.unread(store.notes["unread"])),
+        unread_fields=tuple(data.unread_field_warnings(store.notes["unread"])),
         samples=tuple(
             _sample(examples, index, text, kind=_kind(data, examples, index))
             for index in range(min(samples * sides, len(examples)))
@@ -205,7 +205,7 @@ def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
         return "rejected" if index % 2 else "chosen"
     if data.needs.labels is None:
         return ""
-    names, values = data.needs.labels.names, examples.store.values_of(int(examples.records[index]))
+    names, values = data.needs.labels.names, examples.store.column_values(int(examples.records[index]))
     if not data.needs.labels.multi_label:
         return f"label {names[int(values[0])]}"
     positive = [
@@ -217,7 +217,7 @@ def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
 
 
 def _out_of_vocabulary(
-    examples: StoredExamples, tokenizer: Any, model: ModelFacts | None
+    examples: StoredExamples, tokenizer: Any, model: ModelSummary | None
 ) -> str | None:  # Any: a transformers tokenizer
     store = examples.store
     if model is None or model.vocab_size is None or store.largest < model.vocab_size:
@@ -233,23 +233,23 @@ def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str)
     start, stop = int(examples.starts[index]), int(examples.stops[index])
     tokens = np.asarray(example.tokens).tolist()
     mask = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
-    if examples.judged:  # the model reads all tokens but the extra one at the end
+    if examples.is_classification:  # the model reads all tokens but the extra one at the end
         tokens, mask = tokens[:-1], [True] * (len(tokens) - 1)
     is_long = len(tokens) > MAX_SHOWN_TOKENS
     head = SHOWN_HEAD if is_long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if is_long else len(tokens)
     is_complete = (start, stop) == (begin, end)
-    extra = examples.judged
+    extra = examples.is_classification
     return Sample(
         origin=example.origin,
         kind=kind,
-        place=""
+        token_range=""
         if is_complete
         else f"tokens {start - begin + 1:,} to {stop - begin - extra:,} of {end - begin - extra:,}",
         tokens=len(tokens),
-        supervised=0 if examples.judged else example.supervised_count,
+        supervised=0 if examples.is_classification else example.supervised_count,
         head=text.pieces(tokens[:head], mask[:head]),
-        left_out=tail - head,
+        omitted_tokens=tail - head,
         tail=text.pieces(tokens[tail:], mask[tail:]),
     )
 
@@ -271,11 +271,11 @@ def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
     )
 
 
-def find_overlaps(data: RunData, scans: dict[str, Scan]) -> list[Overlap]:
+def find_overlaps(data: RunData, scans: dict[str, SplitScan]) -> list[Overlap]:
     """Return the records that valid or test share with the training data."""
     overlaps = []
     for held_out in ("valid", "test"):
-        for trained in LEARNED:
+        for trained in TRAINING_SPLITS:
             if held_out in scans and trained in scans:
                 twins = overlap(
                     data.examples[held_out].store,
@@ -295,7 +295,7 @@ def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  #
     return TokenizerFacts(
         size=len(tokenizer),
         special={name: str(token) for name, token in named.items() if token is not None},
-        ends=ends,
+        end_tokens=ends,
         template=text,
         template_digest=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
     )

@@ -20,16 +20,16 @@ class Duplicates:
 
 
 @dataclass(frozen=True)
-class Scan:
+class SplitScan:
     """Results of one pass over a split. Memory: eight bytes per record."""
 
     hashes: np.ndarray  # [records] hashes of the token ids
     doubled_bos: int
     first_doubled: str
-    ended: int  # examples with a supervised end token
+    with_supervised_end: int  # examples with a supervised end token
 
 
-def scan(examples: StoredExamples, *, bos: int | None, ends: Collection[int]) -> Scan:
+def scan_split(examples: StoredExamples, *, bos: int | None, end_tokens: Collection[int]) -> SplitScan:
     """Read every record once, and return its hash and the counts of doubled BOS and end tokens."""
     store = examples.store
     hashes = np.zeros(len(store), dtype=np.uint64)
@@ -43,12 +43,12 @@ def scan(examples: StoredExamples, *, bos: int | None, ends: Collection[int]) ->
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             doubled_count += 1
             first_doubled = first_doubled or [record]
-        end_positions = supervised_ends(ids, mask, ends) + start
+        end_positions = supervised_ends(ids, mask, end_tokens) + start
         for example in range(first_example[record], first_example[record + 1]) if len(end_positions) else ():
             # the first token of an example is never a target
             is_inside = (end_positions > examples.starts[example]) & (end_positions < examples.stops[example])
             ended += bool(is_inside.any())
-    return Scan(hashes, doubled_count, store.origin(first_doubled[0]) if first_doubled else "", ended)
+    return SplitScan(hashes, doubled_count, store.origin(first_doubled[0]) if first_doubled else "", ended)
 
 
 def _hash(ids: np.ndarray) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whet.data.inspect.data_facts import DataView, SplitFacts
-from whet.data.sources.splits import LEARNED
+from whet.data.sources.splits import TRAINING_SPLITS
 from whet.data.tokens.eos_check import NO_EOS_HINT, no_eos_message
 from whet.data.tokens.examples import shortening_warning, too_long_hint
 
@@ -18,25 +18,26 @@ class Problem:
     message: str
     hint: str | None = None
     details: tuple[str, ...] = ()
-    stops: bool = False  # `whet train` would not start
+    is_fatal: bool = False  # `whet train` would not start
 
 
 def find_problems(view: DataView) -> list[Problem]:
     """Return all problems, those that stop a run first."""
-    problems = [Problem(error.message, error.hint, stops=True) for error in view.errors]
+    problems = [Problem(error.message, error.hint, is_fatal=True) for error in view.errors]
     for split in view.splits:
         problems += _record_problems(split, strict=view.config.data.on_bad_record == "error")
         problems += _model_problems(split, view)
         problems += _mask_problems(split, view)
         problems += _count_problems(split)
-        problems += (Problem(f"{split.name}: {message}", hint) for message, hint in split.unread)
+        problems += (Problem(f"{split.name}: {message}", hint) for message, hint in split.unread_fields)
     problems += (Problem(message, hint) for message, hint in view.unread_prompts)
     for shared in view.overlaps:
-        if shared.twins.count:
-            message = f"{shared.held}: {_format_records(shared.twins.count)} also in {shared.learned}"
+        if shared.duplicates.count:
+            count = _format_records(shared.duplicates.count)
+            message = f"{shared.held_out_split}: {count} also in {shared.training_split}"
             hint = "remove them from one split: evaluating on training records is meaningless"
-            problems.append(Problem(message, hint, (" = ".join(shared.twins.pair),)))
-    return sorted(problems, key=lambda problem: not problem.stops)
+            problems.append(Problem(message, hint, (" = ".join(shared.duplicates.pair),)))
+    return sorted(problems, key=lambda problem: not problem.is_fatal)
 
 
 def _record_problems(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
@@ -45,14 +46,14 @@ def _record_problems(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
         hint = "; or ".join(fixes) if strict or split.hint else None
         bad = f"{split.skipped:,} bad record{'s' * (split.skipped != 1)}"
         yield Problem(
-            f"{split.name}: {bad}", hint, _with_remainder(split.reasons, split.skipped), stops=strict
+            f"{split.name}: {bad}", hint, _with_remainder(split.reasons, split.skipped), is_fatal=strict
         )
-    if split.refused:
+    if split.too_long_count:
         yield Problem(
-            f"{split.name}: {_format_records(split.refused)} longer than data.max_length",
+            f"{split.name}: {_format_records(split.too_long_count)} longer than data.max_length",
             too_long_hint(can_split=split.can_split),
-            _with_remainder(split.too_long, split.refused),
-            stops=True,
+            _with_remainder(split.too_long, split.too_long_count),
+            is_fatal=True,
         )
     if split.only_last:
         yield Problem(
@@ -65,11 +66,12 @@ def _record_problems(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
 def _model_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
     if view.model is None:
         return
-    if split.outside is not None:
+    if split.out_of_vocabulary is not None:
         yield Problem(
-            f"{split.name}: {split.outside} is outside the model's vocabulary of {view.model.vocab_size:,}",
+            f"{split.name}: {split.out_of_vocabulary} is outside the model's vocabulary of "
+            f"{view.model.vocab_size:,}",
             "the tokenizer belongs to another model",
-            stops=True,
+            is_fatal=True,
         )
     length, origin = split.longest
     positions = view.model.max_positions
@@ -78,7 +80,7 @@ def _model_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
             f"{split.name}: {origin}: {length:,} tokens exceed the {positions:,} positions of "
             f"{view.model.name}",
             f"set data.max_length to {positions}",
-            stops=True,
+            is_fatal=True,
         )
 
 
@@ -89,13 +91,18 @@ def _mask_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
             "remove BOS from the texts: the tokenizer or the chat template adds it",
             (f"first: {split.first_doubled}",),
         )
-    ends = view.tokenizer.ends if view.tokenizer is not None else ()
-    if ends and not split.ended and split.name in LEARNED and not split.is_judged:
+    ends = view.tokenizer.end_tokens if view.tokenizer is not None else ()
+    if (
+        ends
+        and not split.with_supervised_end
+        and split.name in TRAINING_SPLITS
+        and not split.is_classification
+    ):
         yield Problem(f"{split.name}: {no_eos_message(ends)}", NO_EOS_HINT)
 
 
 def _count_problems(split: SplitFacts) -> Iterator[Problem]:
-    if (warning := shortening_warning(split.cut, split.records, can_split=split.can_split)) is not None:
+    if (warning := shortening_warning(split.shortened, split.records, can_split=split.can_split)) is not None:
         message, hint = warning
         yield Problem(f"{split.name}: {message}", hint)
     if split.duplicates.count > MAX_DUPLICATES * split.records:

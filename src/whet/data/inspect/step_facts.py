@@ -22,16 +22,16 @@ class Document:
     """One example in a displayed row: runs of positions that are all supervised or all context."""
 
     origin: str
-    stretches: tuple[tuple[int, bool], ...]
+    runs: tuple[tuple[int, bool], ...]
 
     @property
     def length(self) -> int:
         """The number of positions of the example."""
-        return sum(length for length, _ in self.stretches)
+        return sum(length for length, _ in self.runs)
 
 
 @dataclass(frozen=True)
-class DrawnRow:
+class DisplayedRow:
     """A displayed row: documents, then padding."""
 
     documents: tuple[Document, ...]
@@ -43,23 +43,23 @@ class StepFacts:
     """Facts about the steps of a run."""
 
     steps: int  # of the run
-    in_epoch: int
+    steps_per_epoch: int
     epochs: float
-    examples_a_step: float
-    tokens_a_step: float  # positions without padding
+    examples_per_step: float
+    tokens_per_step: float  # positions without padding
     micro_batches: float  # per step
     micro_tokens: int
     efficiency: float  # fraction of the computed positions that are not padding
-    filled: float  # fraction of the micro-batch capacity that is used
+    micro_batch_fill: float  # fraction of the micro-batch capacity that is used
     measured: int  # number of steps on which the averages above were measured
-    staged: bool  # a curriculum changes the contents of steps
-    drawn: tuple[DrawnRow, ...]
+    has_curriculum: bool  # a curriculum changes the contents of steps
+    displayed_rows: tuple[DisplayedRow, ...]
     rows: int  # rows of the micro-batch, displayed or not
 
     @property
     def tokens(self) -> int:
         """The approximate number of tokens of the run."""
-        return round(self.steps * self.tokens_a_step)
+        return round(self.steps * self.tokens_per_step)
 
 
 def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
@@ -87,31 +87,31 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
     first = split_step(plan[0], lengths, settings)[0]
     return StepFacts(
         steps=steps,
-        in_epoch=len(plan),
+        steps_per_epoch=len(plan),
         epochs=steps / len(plan),
-        examples_a_step=len(plan.indices) / len(plan),
-        tokens_a_step=float(lengths[plan.indices].sum()) / len(plan),
+        examples_per_step=len(plan.indices) / len(plan),
+        tokens_per_step=float(lengths[plan.indices].sum()) / len(plan),
         micro_batches=batches / measured,
         micro_tokens=settings.micro_tokens,
         efficiency=real / positions,
-        filled=real / (batches * settings.micro_tokens),
+        micro_batch_fill=real / (batches * settings.micro_tokens),
         measured=measured,
-        staged=not isinstance(stream, BatchStream),
-        drawn=_drawn_rows(first[:DRAWN_ROWS], examples, settings),
+        has_curriculum=not isinstance(stream, BatchStream),
+        displayed_rows=_drawn_rows(first[:DRAWN_ROWS], examples, settings),
         rows=len(first),
     )
 
 
 def _drawn_rows(
     rows: list[list[int]], examples: Sequence[Any], settings: StepSettings
-) -> tuple[DrawnRow, ...]:  # Any: sequences of examples, or of pairs of them
+) -> tuple[DisplayedRow, ...]:  # Any: sequences of examples, or of pairs of them
     row_examples = [[example for index in row for example in members(examples[index])] for row in rows]
     if not settings.pack:  # one row per example
         row_examples = [[example] for row in row_examples for example in row]
     filled = [sum(example.length for example in row) for row in row_examples]
     width = settings.padded(max(filled))
     return tuple(
-        DrawnRow(tuple(map(_to_document, row)), width - used)
+        DisplayedRow(tuple(map(_to_document, row)), width - used)
         for row, used in zip(row_examples, filled, strict=True)
     )
 

@@ -26,7 +26,7 @@ class Piece:
     special: bool = False
 
 
-def visible(text: str) -> str:
+def to_visible_text(text: str) -> str:
     """Return the text on one line, with a symbol for every invisible character."""
     return "".join(map(_visible_character, text))
 
@@ -50,9 +50,9 @@ class TokenText:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
 
-    def name(self, token: int) -> str:
+    def special_token_name(self, token: int) -> str:
         """Return the name of a special token in angle brackets that do not occur in text."""
-        name = visible(str(self._tokenizer.convert_ids_to_tokens(token)))
+        name = to_visible_text(str(self._tokenizer.convert_ids_to_tokens(token)))
         return f"⟨{name[1:-1] if name.startswith('<') and name.endswith('>') else name}⟩"
 
     def pieces(self, tokens: Sequence[int], supervised: Sequence[bool]) -> tuple[Piece, ...]:
@@ -62,7 +62,7 @@ class TokenText:
         context: list[int] = []  # leading spaces depend on the previous token
         for index, (token, is_supervised) in enumerate(zip(tokens, supervised, strict=True)):
             if token in self._special:
-                pieces.append(Piece(self.name(token), (token,), is_supervised, special=True))
+                pieces.append(Piece(self.special_token_name(token), (token,), is_supervised, special=True))
                 context = [token]
                 continue
             pending.append(token)
@@ -91,5 +91,5 @@ class TokenText:
 
 def _show_white_space(text: str) -> str:
     """Make white space visible that would be overlooked. Line breaks are kept after their symbol."""
-    shown = visible(text).replace("↵", "↵\n") if "\n" in text else visible(text)
+    shown = to_visible_text(text).replace("↵", "↵\n") if "\n" in text else to_visible_text(text)
     return shown.replace(" ", "·") if text.isspace() and text != " " else shown

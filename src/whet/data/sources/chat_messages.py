@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import Any
 
 from whet.data.sources.strict_json import parse_json_text
-from whet.errors import DataError, shown
+from whet.errors import DataError, short_repr
 
 Message = dict[str, Any]  # Any: templates may read arbitrary fields
 MessageFields = dict[str, Any]  # Any: JSON values
@@ -59,11 +59,11 @@ def _normalize_mask(message: Message, number: int) -> Message:
     weight, train = message.get("weight", 1), message.get("train", True)
     if not isinstance(weight, int | float) or weight not in (0, 1):
         raise DataError(
-            f"message {number}: weight must be 0 or 1, not {shown(weight)}",
+            f"message {number}: weight must be 0 or 1, not {short_repr(weight)}",
             hint="use 0 for a message that is context only, 1 for a supervised message",
         )
     if not isinstance(train, bool):
-        raise DataError(f"message {number}: train must be true or false, not {shown(train)}")
+        raise DataError(f"message {number}: train must be true or false, not {short_repr(train)}")
     rest = {name: value for name, value in message.items() if name not in ("weight", "train")}
     return rest if weight and train else {**rest, "train": False}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.data.sources.compressed_files import missing_extra_error
-from whet.data.sources.readers import Content, SourceRow, digest_files, digest_text
-from whet.data.sources.splits import NAMES, Split, select_split_name
+from whet.data.sources.readers import SourceContent, SourceRow, digest_files, digest_text
+from whet.data.sources.splits import SPLIT_ALIASES, Split, select_split_name
 from whet.data.sources.tables import iter_table_rows
 from whet.errors import DataError
 
@@ -34,11 +34,11 @@ def is_saved_dataset(directory: Path) -> bool:
 def saved_has_split(directory: Path, split: Split) -> bool:
     """Return whether a saved directory contains this split."""
     return (directory / "dataset_dict.json").is_file() and any(
-        (directory / name).is_dir() for name in NAMES[split]
+        (directory / name).is_dir() for name in SPLIT_ALIASES[split]
     )
 
 
-def saved_content(directory: Path, split: Split) -> Content:
+def saved_content(directory: Path, split: Split) -> SourceContent:
     """Return the rows of a directory written by `save_to_disk`: one split, or all if it has no splits."""
 
     @cache
@@ -52,13 +52,13 @@ def saved_content(directory: Path, split: Split) -> Content:
             loaded[select_split_name(split, loaded, str(directory))] if isinstance(loaded, dict) else loaded
         )
 
-    return Content(
+    return SourceContent(
         rows=lambda: dataset_rows(dataset(), str(directory)),
         digest=lambda: digest_files([Path(file["filename"]) for file in dataset().cache_files]),
     )
 
 
-def hub_content(spec: str, split: Split) -> Content:
+def hub_content(spec: str, split: Split) -> SourceContent:
     """Return the rows of a named dataset: downloaded once (`hf:`), or streamed per pass (`hf-stream:`)."""
     is_streamed = spec.startswith(STREAM_PREFIX)
     name = parse_hub_spec(spec)
@@ -78,7 +78,7 @@ def hub_content(spec: str, split: Split) -> Content:
         # a slice of a split has the same files as the complete split
         return digest_text(f"{split_name()} {digest_files(files)}")
 
-    return Content(rows=lambda: dataset_rows(dataset(), spec), digest=digest)
+    return SourceContent(rows=lambda: dataset_rows(dataset(), spec), digest=digest)
 
 
 def parse_hub_spec(spec: str) -> HubDataset:
@@ -93,7 +93,7 @@ def parse_hub_spec(spec: str) -> HubDataset:
             f"{spec!r} is not a valid Hugging Face dataset spec",
             hint="write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT",
         )
-    known = {alias for aliases in NAMES.values() for alias in aliases}
+    known = {alias for aliases in SPLIT_ALIASES.values() for alias in aliases}
     if len(parts) == 1 and (parts[0] in known or "[" in parts[0]):
         parts = ["", *parts]
     config, split = (*parts, "", "")[:2]

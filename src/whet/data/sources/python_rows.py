@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from whet.data.sources.hf_datasets import dataset_rows
-from whet.data.sources.readers import Content, SourceRow
+from whet.data.sources.readers import SourceContent, SourceRow
 from whet.data.sources.strict_json import MAX_DEPTH, JsonFields
-from whet.errors import DataError, shown
+from whet.errors import DataError, short_repr
 from whet.lazy_import import is_instance_of
 
 # converted to text, as in tables
@@ -61,9 +61,9 @@ class PythonRows:
         assert self._digest is not None
         return self._digest
 
-    def content(self) -> Content:
+    def content(self) -> SourceContent:
         """Return the records in the form that a source reads."""
-        return Content(rows=self.rows, digest=self.digest)
+        return SourceContent(rows=self.rows, digest=self.digest)
 
 
 def _make_reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
@@ -80,7 +80,7 @@ def _make_reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
         )
     if isinstance(rows, str | bytes):
         raise DataError(
-            f"data {name!r} is a string ({shown(rows)}), not records",
+            f"data {name!r} is a string ({short_repr(rows)}), not records",
             hint=f"name files in the config (data.train: PATH); in Python, {_ACCEPTED_HINT}",
         )
     if isinstance(rows, Mapping):
@@ -130,7 +130,8 @@ def _frame_rows(name: str, frame: Any) -> Iterator[JsonFields]:  # Any: an optio
     names = list(frame.columns)
     if unnamed := [column for column in names if not isinstance(column, str)]:
         raise DataError(
-            f"data {name!r}: the column name {shown(unnamed[0])} is not a string", hint="rename the column"
+            f"data {name!r}: the column name {short_repr(unnamed[0])} is not a string",
+            hint="rename the column",
         )
     if duplicates := [column for column in names if names.count(column) > 1]:
         raise DataError(f"data {name!r}: two columns are named {duplicates[0]!r}")
@@ -184,7 +185,7 @@ def _to_json_scalar(value: Any, field: str) -> str | float | bool | None:  # Any
 
 def _check_key(key: Any, field: str) -> str:  # Any: a value of a user record
     if not isinstance(key, str):
-        raise ValueError(f"{field} has the key {shown(key)}: keys must be texts")
+        raise ValueError(f"{field} has the key {short_repr(key)}: keys must be texts")
     return str(key)
 
 

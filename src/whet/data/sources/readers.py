@@ -18,7 +18,7 @@ from whet.data.sources.json_array import CHUNK, iter_elements
 from whet.data.sources.record_formats import is_record
 from whet.data.sources.strict_json import JsonFields, parse_json_bytes, require_object
 from whet.data.sources.tables import iter_table_rows, record_from_cells
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.errors import DataError
 
 # origin and fields of a row, or the error that makes it unusable; the reader continues after an error
@@ -188,7 +188,7 @@ def read_parquet(path: Path) -> Iterator[SourceRow]:
         from pyarrow import parquet
     except ImportError as error:
         raise missing_extra_error(str(path), error) from error
-    unreadable = wrong_input(f"{path} cannot be read", kind=DataError, hint="write the file again")
+    unreadable = invalid_input_errors(f"{path} cannot be read", kind=DataError, hint="write the file again")
     with open_data_file(path) as file, unreadable:
         # small reads: the defaults would load complete columns of a row group, or of the file
         parquet_file = parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
@@ -231,17 +231,17 @@ def select_reader(path: Path) -> Reader:
 
 
 @dataclass(frozen=True)
-class Content:
+class SourceContent:
     """The content of a source: functions that return its rows, from the start, and its digest."""
 
     rows: Callable[[], Iterator[SourceRow]]
     digest: Callable[[], str]
 
 
-def files_content(paths: Sequence[Path]) -> Content:
+def files_content(paths: Sequence[Path]) -> SourceContent:
     """Return the rows of several files, one file after the other."""
     readers = [(select_reader(path), path) for path in paths]
-    return Content(
+    return SourceContent(
         rows=lambda: (row for read, path in readers for row in read(path)), digest=lambda: digest_files(paths)
     )
 

@@ -10,7 +10,7 @@ from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import missing_path_error
-from whet.data.sources.readers import Content, SourceRow, digest_text, files_content
+from whet.data.sources.readers import SourceContent, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import FormatName, find_format, normalize_record
 from whet.data.sources.splits import Split, directory_content, has_split
 from whet.errors import DataError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OnBad = Literal["error", "skip"]
 Format = FormatName | Literal["auto"]
-Spec = str | Sequence[str] | Sequence[WeightedSource]
+SourceSpec = str | Sequence[str] | Sequence[WeightedSource]
 GivenRows = Mapping[str, "PythonRows"]  # records passed from Python, by placeholder name
 
 # marker files of special directories, and the "module:function" that reads the directory
@@ -41,13 +41,13 @@ class Record:
 
     fields: dict[str, Any]  # Any: JSON values
     origin: str
-    shape: FormatName | None = None  # None if not yet validated, see `checked`
-    unread: tuple[str, ...] = ()  # fields that the format does not turn into text
+    record_format: FormatName | None = None  # None if not yet validated, see `validate_record`
+    unread_fields: tuple[str, ...] = ()  # fields that the format does not turn into text
 
 
-def checked(record: Record, form: Format = "auto") -> Record:
+def validate_record(record: Record, record_format: Format = "auto") -> Record:
     """Return a record with its format, its fields validated and normalized."""
-    format_name = None if form == "auto" else form
+    format_name = None if record_format == "auto" else record_format
     try:
         detected, fields = normalize_record(record.fields, format_name)
         unread = find_format(record.fields, format_name).unread(record.fields)
@@ -107,7 +107,7 @@ class SingleSource:
     """The records of one file, split, dataset or synthetic source."""
 
     def __init__(
-        self, name: str, content: Content, *, form: Format, on_bad: OnBad, ignore: Collection[str] = ()
+        self, name: str, content: SourceContent, *, form: Format, on_bad: OnBad, ignore: Collection[str] = ()
     ) -> None:
         self.name = name
         self.skipped = Skipped()
@@ -149,7 +149,7 @@ class SingleSource:
         if self.ignore:
             fields = without_fields(fields, self.ignore)
         try:
-            return checked(Record(fields, origin), self._form)
+            return validate_record(Record(fields, origin), self._form)
         except DataError as error:
             return error
 
@@ -192,7 +192,7 @@ class CombinedSource:
 
 
 def open_source(
-    spec: Spec,
+    spec: SourceSpec,
     *,
     split: Split = "train",
     form: Format = "auto",
@@ -227,7 +227,7 @@ def open_source(
     return CombinedSource(sources, weights or None)
 
 
-def directory_has_split(spec: Spec, split: Split) -> bool:
+def directory_has_split(spec: SourceSpec, split: Split) -> bool:
     """Return whether a directory contains a split, judged by its file names."""
     if not isinstance(spec, str) or not (directory := Path(spec).expanduser()).is_dir():
         return False
@@ -236,7 +236,7 @@ def directory_has_split(spec: Spec, split: Split) -> bool:
     return saved_has_split(directory, split) or has_split(directory, split)
 
 
-def _placeholder_content(spec: str, given: GivenRows) -> Content | None:
+def _placeholder_content(spec: str, given: GivenRows) -> SourceContent | None:
     """Return the records of a placeholder, or None if the spec is not a placeholder."""
     if (placeholder := parse_placeholder(spec)) is None:
         return None
@@ -248,11 +248,11 @@ def _placeholder_content(spec: str, given: GivenRows) -> Content | None:
     return rows.content()
 
 
-def _content(spec: str, split: Split) -> Content:
+def _content(spec: str, split: Split) -> SourceContent:
     if spec.startswith("synth:"):
         from whet.data.synthetic.generators import identity
 
-        return Content(rows=lambda: _synthetic_rows(spec), digest=lambda: digest_text(identity(spec)))
+        return SourceContent(rows=lambda: _synthetic_rows(spec), digest=lambda: digest_text(identity(spec)))
     if spec.startswith(HUB_PREFIXES):
         from whet.data.sources.hf_datasets import hub_content
 
@@ -265,7 +265,7 @@ def _content(spec: str, split: Split) -> Content:
             return saved_content(path, split)
         for name, reader in DIRECTORY_READERS.items():
             if (path / name).exists():
-                content: Content = load_object(reader)(path)
+                content: SourceContent = load_object(reader)(path)
                 return content
         return directory_content(path, split)
     if not path.exists():

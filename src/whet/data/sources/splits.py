@@ -6,29 +6,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from whet.data.sources.readers import READERS, Content, digest_text, files_content, split_file_name
+from whet.data.sources.readers import READERS, SourceContent, digest_text, files_content, split_file_name
 from whet.errors import DataError
 
 Split = Literal["train", "valid", "test"]
 T = TypeVar("T")
 
-NAMES: dict[Split, tuple[str, ...]] = {
+SPLIT_ALIASES: dict[Split, tuple[str, ...]] = {
     "train": ("train",),
     "valid": ("valid", "validation", "val", "dev", "eval"),
     "test": ("test",),
 }
-LEARNED = ("train", "hard")  # hard: the hard records of a curriculum
+TRAINING_SPLITS = ("train", "hard")  # hard: the hard records of a curriculum
 
 
-def learned(by_split: Mapping[str, T]) -> list[T]:
+def training_entries(by_split: Mapping[str, T]) -> list[T]:
     """Return the entries of `by_split` that belong to the training data."""
-    return [by_split[name] for name in LEARNED if name in by_split]
+    return [by_split[name] for name in TRAINING_SPLITS if name in by_split]
 
 
 def select_split_name(split: Split, names: Iterable[str], source: str) -> str:
     """Return the name of a split among the names that exist."""
     available = list(names)
-    matches = [name for name in available if name in NAMES[split]]
+    matches = [name for name in available if name in SPLIT_ALIASES[split]]
     if len(matches) > 1:
         raise DataError(
             f"{source} has several {split} splits: {', '.join(matches)}",
@@ -39,7 +39,7 @@ def select_split_name(split: Split, names: Iterable[str], source: str) -> str:
     return matches[0]
 
 
-def directory_content(directory: Path, split: Split) -> Content:
+def directory_content(directory: Path, split: Split) -> SourceContent:
     """Return the file of a split in a directory, or its numbered parts (`train-00000-of-00002.parquet`)."""
     paths = _find_files(directory, split)
     content = files_content(paths)
@@ -87,7 +87,7 @@ def _candidates(directory: Path, split: Split) -> list[tuple[Path, tuple[int, in
     for path in sorted(directory.iterdir()):
         stem, suffix = split_file_name(path)
         match = re.fullmatch(r"([a-z]+)(?:-(\d{1,9})-of-(\d{1,9}))?", stem)
-        if suffix in READERS and match and match[1] in NAMES[split] and path.is_file():
+        if suffix in READERS and match and match[1] in SPLIT_ALIASES[split] and path.is_file():
             part = (int(match[2]), int(match[3])) if match[2] else None
             candidates.append((path, part))
     return candidates

@@ -26,12 +26,12 @@ def _pair(record: PairRecord) -> PairRecord:
     question, answer = record["messages"]
     return {
         "prompt": [question],
-        "chosen": [{"role": "assistant", "content": spoken(json.loads(answer["content"]))}],
+        "chosen": [{"role": "assistant", "content": action_in_words(json.loads(answer["content"]))}],
         "rejected": [answer],
     }
 
 
-def spoken(action: PairRecord) -> str:
+def action_in_words(action: PairRecord) -> str:
     """Return an action in words: `Done: kitchen light, dim, in 10 minutes.`"""
     delay = f", in {action['delay']} minutes" if action.get("delay") else ""
     return f"Done: {action['room']} {action['device']}, {action['action']}{delay}."

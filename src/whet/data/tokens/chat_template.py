@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from whet.data.sources.chat_messages import Message
 from whet.data.sources.record_formats import renaming_hint
-from whet.data.sources.source import Record, checked
+from whet.data.sources.source import Record, validate_record
 from whet.data.tokens.loss_mask import masked_turns
 from whet.data.tokens.template_sandbox import Rendered, render_template
 from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find_turns
-from whet.errors import DataError, shorten, shown
+from whet.errors import DataError, short_repr, shorten
 
 Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # supervised character ranges
@@ -25,12 +25,12 @@ class Rendering:
 
     text: str
     spans: Spans
-    plain: bool  # not from a chat template: the tokenizer adds its special tokens
-    ended: bool  # a supervised EOS follows the text, if it is plain
+    is_plain: bool  # not from a chat template: the tokenizer adds its special tokens
+    add_eos: bool  # a supervised EOS follows the text, if it is plain
     origin: str
     values: tuple[float, ...] = ()  # numeric columns of the record
     only_last: bool = False  # the template rewrites earlier turns, so only the last turn is supervised
-    judged: bool = False  # an input to classify, without a continuation
+    is_classification: bool = False  # an input to classify, without a continuation
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class RenderedPrompt:
     group: str | None
 
 
-class NothingToLearnError(DataError):
+class NothingToSuperviseError(DataError):
     """The format of a record has no tokens to supervise."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(
-            f"{record.origin}: a {record.shape} record has no text to supervise for this objective",
+            f"{record.origin}: a {record.record_format} record has no text to supervise for this objective",
             hint=renaming_hint(record.fields, "completion") or "use messages, prompt + completion or text",
         )
         self.record = record
@@ -75,13 +75,13 @@ class Renderer:
 
     def render(self, record: Record) -> Rendering:
         """Return the text of a record of any format that has tokens to supervise."""
-        record = record if record.shape else checked(record)
+        record = record if record.record_format else validate_record(record)
         _check_not_judged(record)
         messages = self._to_messages(record)
         if messages is not None:
             return self._render_conversation(messages, record)
         prompt, completion = _plain_parts(record)
-        if record.shape == "completion" and not completion and not self.allow_empty:
+        if record.record_format == "completion" and not completion and not self.allow_empty:
             raise _empty_turn_error("the completion", record)
         text = prompt + completion
         start = 0 if self.supervise == "all" else len(prompt)
@@ -89,10 +89,10 @@ class Renderer:
 
     def render_pair(self, record: Record) -> tuple[Rendering, Rendering]:
         """Return chosen and rejected, each with the prompt; only the completions are supervised."""
-        record = record if record.shape else checked(record)
-        if record.shape != "preference":
+        record = record if record.record_format else validate_record(record)
+        if record.record_format != "preference":
             raise DataError(
-                f"{record.origin}: a {record.shape} record has no completions to compare",
+                f"{record.origin}: a {record.record_format} record has no completions to compare",
                 hint="use prompt, chosen and rejected",
             )
         prompt, chosen, rejected = (record.fields[name] for name in ("prompt", "chosen", "rejected"))
@@ -107,13 +107,13 @@ class Renderer:
 
     def render_classification(self, record: Record) -> Rendering:
         """Return the input of a classification record, to which the tokenizer adds its special tokens."""
-        record = record if record.shape else checked(record, "classification")
-        if record.shape != "classification":
+        record = record if record.record_format else validate_record(record, "classification")
+        if record.record_format != "classification":
             raise DataError(
-                f"{record.origin}: a {record.shape} record has no label", hint="use input and label"
+                f"{record.origin}: a {record.record_format} record has no label", hint="use input and label"
             )
         text = record.fields["input"]
-        return Rendering(text, [(0, len(text))], True, False, record.origin, judged=True)
+        return Rendering(text, [(0, len(text))], True, False, record.origin, is_classification=True)
 
     def _render_completion(
         self, prompt: Any, completion: Any, record: Record, *, allow_empty: bool
@@ -147,7 +147,7 @@ class Renderer:
 
     def render_question(self, record: Record) -> RenderedPrompt | None:
         """Return the prompt and the expected completion, or None for a record without a completion."""
-        record = _chosen_only(record if record.shape else checked(record))
+        record = _chosen_only(record if record.record_format else validate_record(record))
         messages = self._to_messages(record)
         if messages is not None:
             has_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
@@ -165,10 +165,10 @@ class Renderer:
 
     def render_prompt(self, record: Record) -> RenderedPrompt:
         """Return the prompt of a record, with its reference answer if it has one, else an empty one."""
-        record = record if record.shape else checked(record)
+        record = record if record.record_format else validate_record(record)
         messages: list[Message] | None = None
         answer, group = _reference_answer(record), record.fields.get("group")
-        if record.shape == "prompt":
+        if record.record_format == "prompt":
             question = record.fields["prompt"]
             if isinstance(question, str) and self.tokenizer.chat_template:
                 question = [{"role": "user", "content": question}]
@@ -177,7 +177,7 @@ class Renderer:
                     Rendering(question, [], True, False, record.origin), question, answer, group
                 )
             messages = question
-        elif record.shape == "messages" and record.fields["messages"][-1]["role"] != "assistant":
+        elif record.record_format == "messages" and record.fields["messages"][-1]["role"] != "assistant":
             messages = record.fields["messages"]
         if messages is not None:
             text = self._render_messages(messages, record, prompt=True)
@@ -186,29 +186,29 @@ class Renderer:
         rendered = self.render_question(record)
         if rendered is None:
             raise DataError(
-                f"{record.origin}: a {record.shape} record has no prompt to complete",
+                f"{record.origin}: a {record.record_format} record has no prompt to complete",
                 hint="use messages, prompt or prompt + completion",
             )
         return rendered
 
     def _to_messages(self, record: Record) -> list[Message] | None:
         """Return the record as chat messages, or None if it is plain text."""
-        if record.shape == "messages":
+        if record.record_format == "messages":
             messages: list[Message] = record.fields["messages"]
             return messages
-        if record.shape == "completion" and self.tokenizer.chat_template:
+        if record.record_format == "completion" and self.tokenizer.chat_template:
             prompt, completion = _plain_parts(record)
             return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return None
 
     def render_chats(self, record: Record) -> list[str]:
         """Return the rendered conversations of a record; empty for plain text."""
-        if record.shape == "preference":
+        if record.record_format == "preference":
             prompt, *completions = (
                 _wrap_messages(record.fields[name], role) for name, role in _PREFERENCE_ROLES
             )
             conversations = [[*prompt, *completion] for completion in completions]
-        elif record.shape == "prompt":
+        elif record.record_format == "prompt":
             conversations = [_wrap_messages(record.fields["prompt"], "user")]
         else:
             conversations = [self._to_messages(record) or []]
@@ -261,8 +261,8 @@ class Renderer:
             pairs = enumerate(zip(prompt, text, strict=False))
             opening = prompt[next((i for i, (left, right) in pairs if left != right), len(text)) :]
             return DataError(
-                f"{record.origin}: the chat template ends a prompt with {shown(opening)}, but does not write "
-                f"this before message {index + 1}",
+                f"{record.origin}: the chat template ends a prompt with {short_repr(opening)}, but does not "
+                f"write this before message {index + 1}",
                 hint="set data.supervise to all, or edit the model's chat_template.jinja so that both agree",
             )
         return DataError(
@@ -313,7 +313,11 @@ class Renderer:
                     emptied = [*messages[:index], bare, *messages[index + 1 :]]
                     is_empty = self._render_messages(emptied, record) == text
             if is_empty:
-                name = f"message {index + 1} (assistant)" if record.shape == "messages" else "the completion"
+                name = (
+                    f"message {index + 1} (assistant)"
+                    if record.record_format == "messages"
+                    else "the completion"
+                )
                 raise _empty_turn_error(
                     name, record, left_out=[*(["content"] if content else []), *extra_fields]
                 )
@@ -332,7 +336,11 @@ class Renderer:
         has_null = any(message.get("content") is None for message in messages)
         try:
             text = render_chat(
-                self.tokenizer, _without_train_marks(messages), tools=tools, prompt=prompt, today=self.today
+                self.tokenizer,
+                _without_train_marks(messages),
+                tools=tools,
+                add_generation_prompt=prompt,
+                today=self.today,
             )
         except DataError as error:
             if has_null:
@@ -348,7 +356,7 @@ def render_chat(
     tokenizer: Any,  # Any: a transformers tokenizer
     messages: Sequence[Message],
     *,
-    prompt: bool,
+    add_generation_prompt: bool,
     tools: Any = None,  # Any: JSON values
     today: date | None = None,
 ) -> Rendered:
@@ -358,7 +366,9 @@ def render_chat(
     except ValueError as error:  # several templates without a default
         raise DataError(shorten(str(error))) from error
     special = tokenizer.special_tokens_map
-    return render_template(template, messages, tools=tools, prompt=prompt, special=special, today=today)
+    return render_template(
+        template, messages, tools=tools, prompt=add_generation_prompt, special=special, today=today
+    )
 
 
 def _without_train_marks(messages: list[Message]) -> list[Message]:
@@ -391,7 +401,7 @@ def _fill_null_content(messages: list[Message]) -> list[Message]:
 def _check_not_judged(record: Record) -> None:
     """Raise an error for a completion labeled good or bad: SFT would imitate both."""
     label = record.fields.get("label")
-    if record.shape not in ("completion", "messages") or str(label).lower() not in ("true", "false"):
+    if record.record_format not in ("completion", "messages") or str(label).lower() not in ("true", "false"):
         return
     raise DataError(
         f"{record.origin}: label: {str(label).lower()} marks a good or bad completion (as for KTO), but this "
@@ -404,7 +414,7 @@ def _check_not_judged(record: Record) -> None:
 def _empty_turn_error(name: str, record: Record, *, left_out: Sequence[str] = ()) -> DataError:
     reason = f": the chat template omits {', '.join(left_out)}" if left_out else ""
     fix = "use a model whose chat template writes it" if left_out else "add text"
-    mask = ", mask it with weight: 0" if record.shape == "messages" else ""
+    mask = ", mask it with weight: 0" if record.record_format == "messages" else ""
     return DataError(
         f"{record.origin}: {name} renders as empty text{reason}",
         hint=f"{fix}{mask}, or set data.allow_empty_answers: true to supervise empty text",
@@ -413,7 +423,7 @@ def _empty_turn_error(name: str, record: Record, *, left_out: Sequence[str] = ()
 
 def _chosen_only(record: Record) -> Record:
     """Return a preference record with only its chosen completion, and any other record unchanged."""
-    if record.shape != "preference":
+    if record.record_format != "preference":
         return record
     prompt, chosen = record.fields["prompt"], record.fields["chosen"]
     if isinstance(prompt, str):
@@ -427,20 +437,20 @@ def _reference_answer(record: Record) -> str:
     return next((str(value) for value in values if value is not None), "")
 
 
-def text_of(record: Record) -> str:
+def record_text(record: Record) -> str:
     """Return all text of a record, for example to train a tokenizer."""
-    record = _chosen_only(record if record.shape else checked(record))
-    if record.shape == "messages":
+    record = _chosen_only(record if record.record_format else validate_record(record))
+    if record.record_format == "messages":
         return "\n".join(str(message.get("content") or "") for message in record.fields["messages"])
-    if record.shape == "classification":
+    if record.record_format == "classification":
         return str(record.fields["input"])
     return "".join(_plain_parts(record))
 
 
 def _plain_parts(record: Record) -> tuple[str, str]:
     """Return the context and the supervised text of a record that is not a conversation."""
-    if record.shape == "completion":
+    if record.record_format == "completion":
         return record.fields["prompt"], record.fields["completion"]
-    if record.shape in ("text", "distrust"):
+    if record.record_format in ("text", "distrust"):
         return "", record.fields["text"]
-    raise NothingToLearnError(record)
+    raise NothingToSuperviseError(record)

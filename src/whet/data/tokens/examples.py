@@ -10,7 +10,7 @@ from whet.data.tokens.token_store import TokenStore
 from whet.errors import DataError
 
 if TYPE_CHECKING:
-    from whet.data.tokens.teacher_logprobs import Taught, Teaching
+    from whet.data.tokens.teacher_logprobs import TeacherLogprobs, TeacherTargets
 
 MAX_SHORTENED = 0.10  # warn if a larger fraction of records is truncated or dropped
 
@@ -25,7 +25,7 @@ class Example:
     supervised: Sequence[bool] | np.ndarray
     origin: str
     values: tuple[float, ...] = ()  # numeric columns, for example a difficulty score
-    taught: "tuple[Taught, ...]" = ()  # log-probabilities of each teacher at the supervised targets
+    teacher_targets: "tuple[TeacherTargets, ...]" = ()  # of each teacher, at the supervised targets
 
     @property
     def length(self) -> int:
@@ -56,13 +56,13 @@ class StoredExamples(Sequence[Example]):
         judged: bool = False,
     ) -> None:
         self.store = store
-        self.judged = judged  # inputs to classify: the last token of each is never read
+        self.is_classification = judged  # inputs to classify: the last token of each is never read
         self.records = records  # [examples] index of the record in the store
         self.starts = starts
         self.stops = stops
-        self.counts = counts  # number of records truncated, split and dropped
+        self.length_counts = counts  # number of records truncated, split and dropped
         self.supervised = supervised
-        self.teachings: Sequence[Teaching] = ()  # log-probabilities per teacher, once loaded
+        self.teacher_logprobs: Sequence[TeacherLogprobs] = ()  # log-probabilities per teacher, once loaded
 
     @property
     def lengths(self) -> np.ndarray:
@@ -75,8 +75,10 @@ class StoredExamples(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # slices are not needed
         record = int(self.records[index])
         tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
-        taught = tuple(teaching[index] for teaching in self.teachings)
-        return Example(tokens, supervised, self.store.origin(record), self.store.values_of(record), taught)
+        taught = tuple(teaching[index] for teaching in self.teacher_logprobs)
+        return Example(
+            tokens, supervised, self.store.origin(record), self.store.column_values(record), taught
+        )
 
     def supervised_counts(self) -> np.ndarray:
         """Return the number of supervised targets per example. Only truncated examples are read."""
@@ -87,7 +89,7 @@ class StoredExamples(Sequence[Example]):
             counts[index] = self.store.count_supervised(int(self.records[index]), window)[0]
         return counts
 
-    def only(self, indices: np.ndarray) -> "StoredExamples":
+    def select(self, indices: np.ndarray) -> "StoredExamples":
         """Return the examples at these indices."""
         records = self.records[indices]
         supervised = int(self.store.supervised_counts[records].sum())
@@ -98,7 +100,7 @@ class StoredExamples(Sequence[Example]):
             self.stops[indices],
             counts={},
             supervised=supervised,
-            judged=self.judged,
+            judged=self.is_classification,
         )
 
     @property
@@ -112,14 +114,14 @@ class StoredExamples(Sequence[Example]):
 
     def describe_sizes(self, unit: str) -> str:
         """Return token counts, lengths and the number of shortened units (records or pairs) as text."""
-        sizes = np.sort(self.stops - self.starts - self.judged)
+        sizes = np.sort(self.stops - self.starts - self.is_classification)
         quantiles = "/".join(str(sizes[round(q * (len(sizes) - 1))]) for q in (0, 0.5, 0.95, 1))
         changed = "".join(
             f", {count:,} {unit}{'s' * (count != 1)} {action}"
-            for action, count in self.counts.items()
+            for action, count in self.length_counts.items()
             if count
         )
-        supervised = "" if self.judged else f" ({self.supervised:,} supervised)"
+        supervised = "" if self.is_classification else f" ({self.supervised:,} supervised)"
         return f"{sizes.sum():,} tokens{supervised}, length min/median/p95/max {quantiles}{changed}"
 
 
@@ -135,7 +137,9 @@ def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
     )
 
 
-def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool = False) -> StoredExamples:
+def build_examples(
+    store: TokenStore, *, max_length: int, too_long: TooLong, is_classification: bool = False
+) -> StoredExamples:
     """Return the records of a store as examples of at most `max_length` tokens.
 
     Args:
@@ -150,14 +154,14 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
         DataError: A record is too long with `too_long="error"`, or no example is left.
     """
     starts, stops = store.bounds[:-1], store.bounds[1:]
-    max_length += judged  # inputs to classify have one extra token
+    max_length += is_classification  # inputs to classify have one extra token
     too_long_records = np.flatnonzero(stops - starts > max_length)
     if too_long == "error" and len(too_long_records):
         first = int(too_long_records[0])
         raise DataError(
-            f"{store.origin(first)}: the record has {stops[first] - starts[first] - judged} tokens, but "
-            f"data.max_length is {max_length - judged}",
-            hint=too_long_hint(can_split=not judged),
+            f"{store.origin(first)}: the record has {stops[first] - starts[first] - is_classification} "
+            f"tokens, but data.max_length is {max_length - is_classification}",
+            hint=too_long_hint(can_split=not is_classification),
         )
     counts = dict.fromkeys(("truncated", "split", "dropped"), 0)
     fits = np.flatnonzero(stops - starts <= max_length)
@@ -180,7 +184,7 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
         raise DataError(
             f"no example is left: all {counts['dropped']} records were dropped (the last one is "
             f"{store.origin(len(store) - 1)})",
-            hint=f"raise data.max_length, which is {max_length - judged}",
+            hint=f"raise data.max_length, which is {max_length - is_classification}",
         )
     order = np.argsort(records, kind="stable")  # restores record order
     return StoredExamples(
@@ -190,7 +194,7 @@ def cut(store: TokenStore, *, max_length: int, too_long: TooLong, judged: bool =
         end[order],
         counts=counts,
         supervised=supervised,
-        judged=judged,
+        judged=is_classification,
     )
 
 
@@ -206,7 +210,9 @@ class StoredPairs(Sequence[Pair]):
     def __init__(self, sides: StoredExamples, *, pack: bool) -> None:
         self.sides = sides
         self.pack = pack
-        self.references: np.ndarray | None = None  # [pairs, 2]: log-probabilities of the reference model
+        self.reference_logprobs: np.ndarray | None = (
+            None  # [pairs, 2]: log-probabilities of the reference model
+        )
 
     @property
     def store(self) -> TokenStore:
@@ -225,9 +231,9 @@ class StoredPairs(Sequence[Pair]):
 
     def __getitem__(self, index: int) -> Pair:  # type: ignore[override]  # slices are not needed
         chosen, rejected = self.sides[2 * index], self.sides[2 * index + 1]
-        if self.references is None:
+        if self.reference_logprobs is None:
             return chosen, rejected
-        logprobs = self.references[index]
+        logprobs = self.reference_logprobs[index]
         return replace(chosen, values=(float(logprobs[0]),)), replace(rejected, values=(float(logprobs[1]),))
 
     def summary(self) -> str:
@@ -252,7 +258,7 @@ def too_long_hint(*, can_split: bool) -> str:
     return f"raise data.max_length, or set data.too_long to {options}"
 
 
-def cut_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
+def build_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
     """Return the pairs of a store, limited in length. A pair without a supervised completion is dropped."""
     if too_long == "split":
         raise DataError("pairs cannot be split into windows", hint="set data.too_long to truncate or drop")

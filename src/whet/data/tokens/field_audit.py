@@ -50,8 +50,8 @@ class FieldAudit:
     def add(self, record: Record) -> None:
         """Inspect one more record, whose format is known."""
         fields = record.fields
-        self._record.update(name for name in record.unread if not _is_empty(fields[name]))
-        if not _is_empty(fields.get("tools")) and "tools" not in record.unread:
+        self._record.update(name for name in record.unread_fields if not _is_empty(fields[name]))
+        if not _is_empty(fields.get("tools")) and "tools" not in record.unread_fields:
             self._record.update(() if self._reaches("tools", record) else ("tools",))
         names = dict.fromkeys(
             name

@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from whet.data.class_labels import Labels
+from whet.data.class_labels import ClassLabels
 from whet.data.sources.record_formats import describe_fields, require_number
 from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source
 from whet.data.tokens.chat_template import Renderer, Rendering, Supervise
@@ -25,7 +25,7 @@ from whet.errors import DataError
 log = logging.getLogger("whet")
 
 VERSION = 6  # of rendering and encoding; a new version invalidates all stores
-_LABELS_VERSION = 1  # of `Labels`; 1 supports soft labels, which were bad records before
+_LABELS_VERSION = 1  # of `ClassLabels`; 1 supports soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # per chunk: bounds memory, and is enough to occupy all threads
 
@@ -47,7 +47,7 @@ def encode_records(
         DataError: A record cannot be rendered, or has no supervised token.
     """
     renderer, encoder = Renderer(tokenizer, supervise=supervise), Encoder(tokenizer)
-    return [encoder.example(renderer.render(record)) for record in records]
+    return [encoder.encode_one(renderer.render(record)) for record in records]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Preparation:
         allow_empty: bool = False,
         pairs: bool = False,
         form: Format = "auto",
-        labels: Labels | None = None,
+        labels: ClassLabels | None = None,
         today: date | None = None,
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise, allow_empty=allow_empty, today=today)
@@ -191,7 +191,7 @@ class Preparation:
         chunk: list[tuple[Rendering, ...]] = []
         characters = 0
         for record in source:
-            if record.shape:
+            if record.record_format:
                 tally.audit.add(record)
             group = self._render_record(record, tally)
             if not group:
@@ -227,10 +227,10 @@ class Preparation:
         return self._label_values(record) + columns
 
     def _label_values(self, record: Record) -> tuple[float, ...]:
-        if self.labels is None or record.shape not in (None, "classification"):
+        if self.labels is None or record.record_format not in (None, "classification"):
             return ()  # `render_classification` rejects other formats
         try:
-            return self.labels.values(record.fields)
+            return self.labels.label_values(record.fields)
         except DataError as error:
             raise DataError(f"{record.origin}: {error.message}", hint=error.hint) from None
 

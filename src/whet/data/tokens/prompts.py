@@ -29,7 +29,7 @@ class Prompts(list[Prompt]):
     """The prompts of a source, and the number of records that were skipped."""
 
     skipped: Skipped
-    unread: Unread  # fields that reach no token; rewards may still read the fields of records
+    unread_fields: Unread  # fields that reach no token; rewards may still read the fields of records
 
     def summary(self) -> str:
         """Return counts and lengths as one line."""
@@ -46,7 +46,7 @@ def read_prompts(
     renderer = Renderer(tokenizer, today=today)
     audit = FieldAudit(renderer)
     prompts = Prompts(_prompts(source, audit, skipped if skip_bad else None))
-    prompts.unread = audit.counts()
+    prompts.unread_fields = audit.counts()
     if source.skipped.count:
         skipped.hint = source.skipped.hint
     skipped.count += source.skipped.count
@@ -63,7 +63,7 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
     renderer = audit.renderer
     encoder = Encoder(renderer.tokenizer)
     for record in source:
-        if record.shape:
+        if record.record_format:
             audit.add(record)
         try:
             question = encoder.encode_question(renderer.render_prompt(record))
@@ -77,7 +77,7 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
             yield Prompt(question, record.fields)
 
 
-def fitting(
+def select_fitting_prompts(
     prompts: Sequence[Prompt], *, context: int, max_length: int, max_new_tokens: int, drop: bool
 ) -> list[Prompt]:
     """Return the prompts that leave enough tokens for a completion.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from whet.errors import CheckpointError, StorageError
-from whet.storage import new_directory, replace_bytes, write_chunks, write_json
+from whet.storage import create_directory_atomically, replace_bytes, write_chunks, write_json
 
 SUPERVISED_BIT = np.uint32(1 << 31)  # set for supervised tokens; token ids are smaller
 _OPEN_ATTEMPTS = 50
@@ -77,7 +77,7 @@ class TokenStore:
         start, stop = self._origin_bounds[record : record + 2]
         return bytes(self._origins[start:stop]).decode()
 
-    def values_of(self, record: int) -> tuple[float, ...]:
+    def column_values(self, record: int) -> tuple[float, ...]:
         """Return the numeric columns of a record."""
         return tuple(self.values[record].tolist()) if self.values.size else ()
 
@@ -88,7 +88,7 @@ class TokenStore:
                 return record
         raise ValueError(f"no record contains token {token}")
 
-    def keep_beside(self, name: str, values: np.ndarray) -> None:
+    def write_sidecar(self, name: str, values: np.ndarray) -> None:
         """Write values computed from the tokens to a file in the store, atomically."""
         replace_bytes(self.directory / name, values.tobytes())
 
@@ -117,7 +117,7 @@ def write_store(
     """
     is_new = open_store(directory) is None
     try:
-        with new_directory(directory, replace=directory.exists()) as staging:
+        with create_directory_atomically(directory, replace=directory.exists()) as staging:
             _write_files(staging, examples, notes)
     except (CheckpointError, StorageError):
         if not is_new or (store := _wait_for_store(directory)) is None:

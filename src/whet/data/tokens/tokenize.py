@@ -13,7 +13,7 @@ from whet.data.tokens.chat_template import RenderedPrompt, Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.long_texts import MAX_WINDOW_CHARS, Tokens, encode_long
 from whet.data.tokens.loss_mask import tokens_inside
-from whet.error_boundary import panics_hidden, wrong_input
+from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.errors import DataError
 
 
@@ -60,7 +60,7 @@ class Encoder:
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
-    def example(self, rendering: Rendering) -> Example:
+    def encode_one(self, rendering: Rendering) -> Example:
         """Return one text as an example with at least one supervised token."""
         [example] = self.encode([rendering])
         if isinstance(example, DataError):
@@ -82,7 +82,7 @@ class Encoder:
         """
         encodings: list[Any] = [None] * len(renderings)
         for is_plain in (False, True):
-            indices = [index for index, rendering in enumerate(renderings) if rendering.plain is is_plain]
+            indices = [index for index, rendering in enumerate(renderings) if rendering.is_plain is is_plain]
             batch = [renderings[index] for index in indices]
             for index, encoding in zip(indices, self._encode_batch(batch, special=is_plain), strict=True):
                 encodings[index] = encoding
@@ -120,7 +120,7 @@ class Encoder:
 
     def _to_example(self, rendering: Rendering, encoding: Any) -> Example | DataError:
         # Any: tokenizers' Encoding
-        if rendering.judged:
+        if rendering.is_classification:
             return _classification_example(rendering, encoding.ids)
         tokens, mask = self._ids_and_mask(rendering, encoding)
         if not mask[1:].any():
@@ -136,10 +136,10 @@ class Encoder:
         A token is supervised if any of its characters is in a supervised span.
         """
         ids = encoding.ids
-        front, back = self._special_counts if rendering.plain else (0, 0)
+        front, back = self._special_counts if rendering.is_plain else (0, 0)
         size = _size_without_eos(ids, back, self._eos)  # whet adds the EOS itself
         back -= len(ids) - size
-        eos = self._eos if rendering.plain and rendering.ended else None
+        eos = self._eos if rendering.is_plain and rendering.add_eos else None
         tokens = np.empty(size + 1, dtype=np.uint32)
         tokens[:size] = ids if size == len(ids) else ids[:size]
         mask = np.zeros(size + 1, dtype=bool)
@@ -154,17 +154,19 @@ class Encoder:
         return tokens[:size], mask[:size]
 
 
-def open_ids(tokenizer: Any, text: str) -> list[int]:  # Any: a transformers tokenizer
+def encode_prompt_ids(tokenizer: Any, text: str) -> list[int]:  # Any: a transformers tokenizer
     """Return the ids of a text to be continued: with the tokenizer's BOS, without its EOS."""
-    ids = tokenize(tokenizer, text, special=True)
+    ids = tokenize(tokenizer, text, add_special_tokens=True)
     _, back = _count_special_tokens(tokenizer)
     return ids[: _size_without_eos(ids, back, tokenizer.eos_token_id)]
 
 
-def tokenize(tokenizer: Any, text: str, *, special: bool) -> list[int]:  # Any: a transformers tokenizer
+def tokenize(
+    tokenizer: Any, text: str, *, add_special_tokens: bool
+) -> list[int]:  # Any: a transformers tokenizer
     """Return the ids of a text, with or without the special tokens that the tokenizer adds."""
     with _tokenizing():
-        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 @contextlib.contextmanager
@@ -172,8 +174,8 @@ def _tokenizing(prefix: str = "") -> Iterator[None]:
     """Convert failures of the tokenizers library to errors. Its Rust code panics when a regex gives up."""
     hint = "change the text; if the tokenizer files are damaged, download the model again"
     with (
-        panics_hidden(),
-        wrong_input(f"{prefix}the tokenizer cannot read this text", kind=DataError, hint=hint),
+        hide_rust_panics(),
+        invalid_input_errors(f"{prefix}the tokenizer cannot read this text", kind=DataError, hint=hint),
     ):
         yield
 
@@ -239,7 +241,7 @@ def token_bytes(tokenizer: Any, *, vocab_size: int) -> np.ndarray:  # Any: a tra
     return sizes
 
 
-def is_byte(token: str) -> bool:
+def is_byte_token(token: str) -> bool:
     """Return whether a token is a byte fallback token such as `<0x0A>`."""
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
@@ -247,6 +249,6 @@ def is_byte(token: str) -> bool:
 def _byte_count(token: str, *, byte_level: bool) -> int:
     if byte_level:  # one character per byte
         return len(token)
-    if is_byte(token):
+    if is_byte_token(token):
         return 1
     return len(token.replace("\u2581", " ").encode())

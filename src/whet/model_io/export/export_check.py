@@ -36,12 +36,12 @@ class Check:
 
     passed: bool | None
     text: str
-    needed: bool = True  # whether a comparison that could not be run counts as failed
+    is_required: bool = True  # whether a comparison that could not be run counts as failed
 
     @property
     def failed(self) -> bool:
         """Whether the comparison failed, or is required and could not be run."""
-        return self.passed is False or (self.passed is None and self.needed)
+        return self.passed is False or (self.passed is None and self.is_required)
 
     def __str__(self) -> str:
         return f"{ {True: 'checked', False: 'CHECK FAILED', None: 'not checked'}[self.passed] }: {self.text}"
@@ -114,7 +114,7 @@ def _copy_dequantized_weights(model: LanguageModel, base: Any) -> bool:
     for name, layer in layers.items():
         module = name.removesuffix(".base")
         target = base.get_submodule(model.hf_name(module)).weight
-        target.copy_(model.as_stored(f"{module}.weight", layer.weight))
+        target.copy_(model.to_hf_layout(f"{module}.weight", layer.weight))
     return bool(layers)
 
 
@@ -188,7 +188,7 @@ def _check_gguf_tensors(model: LanguageModel, path: Path) -> Check:
 def _check_llama_cpp(path: Path, model: LanguageModel, tokenizer: Any) -> Check:
     """Compare the greedy tokens of llama.cpp and of whet for the same file."""
     if find_spec("llama_cpp") is None:
-        return Check(None, "llama.cpp: llama-cpp-python is not installed", needed=False)
+        return Check(None, "llama.cpp: llama-cpp-python is not installed", is_required=False)
     from llama_cpp import Llama
 
     llama = Llama(str(path), n_ctx=512, verbose=False)

@@ -6,16 +6,16 @@ from typing import Any  # everywhere below: tokenizers, and models of libraries 
 
 import torch
 
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.adapters.attach import merge
 from whet.errors import ConfigError, ModelError
 from whet.model_io.export.export_check import Check
 from whet.model_io.formats.adapter_files import QUANTIZATION_FILE, save_adapter
 from whet.model_io.formats.classifier_head import ClassifierInfo, StoredHead, read_head
-from whet.model_io.load import load_body
-from whet.model_io.resolve import base_of, usable_directory
+from whet.model_io.load import load_without_head
+from whet.model_io.resolve import base_model_of, local_model_directory
 from whet.model_io.save import save
-from whet.models.heads import pool
+from whet.models.heads import pool_hidden_states
 from whet.models.language_model import LanguageModel
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of probabilities
@@ -40,8 +40,8 @@ class LoadedClassifier:
 
 def load_classifier_exact(name: str | Path) -> LoadedClassifier:
     """Load a classifier in float32 for export."""
-    model, tokenizer = load_body(name, dtype=torch.float32, device="cpu")
-    stored = read_head(Path(usable_directory(name)))
+    model, tokenizer = load_without_head(name, dtype=torch.float32, device="cpu")
+    stored = read_head(Path(local_model_directory(name)))
     return LoadedClassifier(model, tokenizer, stored, str(name), _probabilities(model, tokenizer, stored))
 
 
@@ -51,7 +51,7 @@ def _probabilities(model: LanguageModel, tokenizer: Any, stored: StoredHead) -> 
     for text in SAMPLES:
         tokens = torch.tensor([tokenizer(text)["input_ids"]])
         positions = torch.arange(tokens.shape[1])
-        state = pool(
+        state = pool_hidden_states(
             model.hidden(tokens), positions, torch.zeros_like(positions), texts=1, pooling=stored.head.pooling
         )
         rows.append(_to_probabilities(stored.head(state), stored.info))
@@ -66,12 +66,12 @@ def write_classifier(loaded: LoadedClassifier, path: Path, layout: str, *, dtype
     """Write a classifier as `peft` (SEQ_CLS, with the head in modules_to_save) or `hf` (adapters merged)."""
     if layout not in ("hf", "peft"):
         raise ConfigError(f"a classifier cannot be exported to {layout}", hint="use --to hf or --to peft")
-    if (reason := loaded.stored.unexportable(loaded.model)) is not None:
+    if (reason := loaded.stored.export_problem(loaded.model)) is not None:
         raise ModelError(
             f"{loaded.name} cannot be used by transformers: {reason}",
             hint="load it with whet.Classifier.load; to export, train with pooling: last and without a bias",
         )
-    has_adapter = any(True for _ in adapted(loaded.model))
+    has_adapter = any(True for _ in named_adapters(loaded.model))
     if layout == "peft" and not has_adapter:
         raise ModelError(f"{loaded.name} has no adapter: it is a full model", hint="use --to hf")
     if layout == "peft":
@@ -108,7 +108,7 @@ def _load_with_transformers(loaded: LoadedClassifier, path: Path, layout: str) -
     from peft import PeftModel
 
     base = loaded.model.source
-    if base is None or base_of(base) is not None or (path / QUANTIZATION_FILE).is_file():
+    if base is None or base_model_of(base) is not None or (path / QUANTIZATION_FILE).is_file():
         raise ModelError("its base is not a plain model, which PEFT requires: export with --to hf")
     model = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=len(loaded.info.classes), **settings

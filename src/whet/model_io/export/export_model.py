@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.errors import ConfigError, ModelError, RunError
 from whet.model_io.export.logit_difference import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.model_io.formats.adapter_files import save_adapter
-from whet.model_io.hub import resolve
+from whet.model_io.hub import resolve_model
 from whet.model_io.load import load
-from whet.model_io.resolve import at_home, base_of, config_of_checkpoint, usable_directory
+from whet.model_io.resolve import base_model_of, config_of_checkpoint, expand_user, local_model_directory
 from whet.model_io.safetensors import TensorFiles
 from whet.model_io.save import save_model
 from whet.models.language_model import LanguageModel
-from whet.models.stop_tokens import end_tokens
-from whet.run_directory import FINAL
+from whet.models.stop_tokens import config_eos_ids
+from whet.run_directory import FINAL_DIRECTORY
 
 GGUF_TYPES = {torch.float32: "f16", torch.float16: "f16", torch.bfloat16: "bf16"}  # by the base's dtype
 
@@ -36,34 +36,36 @@ class LoadedModel:
     @property
     def has_adapter(self) -> bool:
         """Whether the model has an adapter."""
-        return any(True for _ in adapted(self.model))
+        return any(True for _ in named_adapters(self.model))
 
     @property
     def base(self) -> str:
         """A description of the base model that the adapter is merged into."""
-        bases = [dict(layer.base.named_parameters()) for _, layer in adapted(self.model)]
+        bases = [dict(layer.base.named_parameters()) for _, layer in named_adapters(self.model)]
         is_quantized = any(all("weight" not in name for name in parameters) for parameters in bases)
-        return f"{'the dequantized ' if is_quantized else ''}{base_of(usable_directory(self.name))}"
+        return (
+            f"{'the dequantized ' if is_quantized else ''}{base_model_of(local_model_directory(self.name))}"
+        )
 
     @property
     def base_directory(self) -> Path | None:
         """The directory of the adapter's base, or None if the base is itself an adapter or a checkpoint."""
-        base = base_of(usable_directory(self.name))
+        base = base_model_of(local_model_directory(self.name))
         if base is None:
             return self.model.source
-        target = usable_directory(base)
-        if base_of(target) is not None or config_of_checkpoint(target) is not None:
+        target = local_model_directory(base)
+        if base_model_of(target) is not None or config_of_checkpoint(target) is not None:
             return None
-        return resolve(str(target))
+        return resolve_model(str(target))
 
 
-def load_exact(name: str | Path) -> LoadedModel:
+def load_for_export(name: str | Path) -> LoadedModel:
     """Load a model, run or adapter in float32 for export."""
     model, tokenizer = load(name, dtype=torch.float32, device="cpu")
     dtypes = [torch.float32]  # for a checkpoint of a model trained from scratch
     if model.source is not None:
         files = TensorFiles(model.source)
-        dtypes = [tensor.dtype for tensor in map(files.described, files) if tensor.dtype in TOLERANCES]
+        dtypes = [tensor.dtype for tensor in map(files.meta_tensor, files) if tensor.dtype in TOLERANCES]
         if not dtypes:
             raise ModelError(f"{model.source} contains no weights in float32, float16 or bfloat16")
     tokens = sample_tokens(model, tokenizer)
@@ -72,7 +74,9 @@ def load_exact(name: str | Path) -> LoadedModel:
     return LoadedModel(model, tokenizer, max(set(dtypes), key=dtypes.count), str(name), tokens, logits)
 
 
-def fold(loaded: LoadedModel, dtype: torch.dtype, *, tolerance: float | None = None) -> LogitDifference:
+def merge_adapter(
+    loaded: LoadedModel, dtype: torch.dtype, *, tolerance: float | None = None
+) -> LogitDifference:
     """Merge the adapter into the base, rounded to `dtype`, and return how much the logits changed.
 
     Raises:
@@ -106,13 +110,13 @@ def write_export(
         _write_adapter(loaded, path, layout)
         return None
     merge_dtype = dtype if layout == "hf" else torch.float32
-    difference = fold(loaded, merge_dtype, tolerance=tolerance) if loaded.has_adapter else None
+    difference = merge_adapter(loaded, merge_dtype, tolerance=tolerance) if loaded.has_adapter else None
     if layout == "hf":
         write_hf(loaded, path, dtype)
     else:
         from whet.model_io.gguf.writer import write_gguf
 
-        write_gguf(path, loaded.model, loaded.tokenizer, kind=kind, end_tokens=end_tokens(loaded.model))
+        write_gguf(path, loaded.model, loaded.tokenizer, kind=kind, end_tokens=config_eos_ids(loaded.model))
     return difference
 
 
@@ -132,8 +136,8 @@ def _write_adapter(loaded: LoadedModel, directory: str | Path, layout: str) -> N
 
 def default_path(name: str, layout: str, kind: str) -> Path:
     """Return the default path of an export, inside the run directory."""
-    run = at_home(name)
-    if not (run / FINAL).is_dir():
+    run = expand_user(name)
+    if not (run / FINAL_DIRECTORY).is_dir():
         raise ConfigError(
             f"{name} is not a run, so there is no default path for the export", hint="set one with --out"
         )

@@ -15,18 +15,18 @@ from whet.model_io.export.export_model import (
     GGUF_TYPES,
     default_path,
     dtype_name,
-    load_exact,
+    load_for_export,
     write_export,
 )
 from whet.model_io.formats.classifier_head import is_classifier
-from whet.model_io.resolve import base_of, usable_directory
+from whet.model_io.resolve import base_model_of, local_model_directory
 
 Layout = Literal["hf", "peft", "mlx", "gguf"]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportResult:
     """A written export: its path, messages for the user, and a function that checks it."""
 
     path: Path
@@ -43,7 +43,7 @@ def export_run(
     gguf_type: str | None = None,
     dtype: str | torch.dtype | None = None,
     tolerance: float | None = None,
-) -> Export:
+) -> ExportResult:
     """Write a run, an adapter directory or a model in the format of another program. See `whet.export`."""
     if to not in get_args(Layout):
         raise ConfigError(f"unknown format {to!r}", hint=f"use one of {', '.join(get_args(Layout))}")
@@ -56,9 +56,9 @@ def export_run(
             f"--dtype only applies to --to hf, not to --to {to}", hint="in Python it is called dtype"
         )
     torch_dtype = None if dtype is None else _as_dtype(dtype)
-    if is_classifier(usable_directory(run)):
+    if is_classifier(local_model_directory(run)):
         return _export_classifier(run, to, output, dtype=torch_dtype or torch.float32)
-    loaded = load_exact(run)
+    loaded = load_for_export(run)
     kind = gguf_type or GGUF_TYPES[loaded.dtype]
     path = Path(output) if output else default_path(str(run), to, kind)
     export_dtype, base = torch_dtype or loaded.dtype, loaded.base
@@ -70,16 +70,20 @@ def export_run(
     difference = write_export(loaded, path, to, **settings)
     merge_dtype = dtype_name(export_dtype if to == "hf" else torch.float32)
     remarks = [] if difference is None else [f"merged into {base} in {merge_dtype}: {difference}"]
-    return Export(path, remarks, _base_advice(run, to), lambda: check_export(loaded, path, to, **settings))
+    return ExportResult(
+        path, remarks, _base_advice(run, to), lambda: check_export(loaded, path, to, **settings)
+    )
 
 
 def _export_classifier(
     run: str | Path, to: Layout, output: str | Path | None, *, dtype: torch.dtype
-) -> Export:
+) -> ExportResult:
     loaded = load_classifier_exact(run)
     path = Path(output) if output else default_path(str(run), to, "")
     write_classifier(loaded, path, to, dtype=dtype)
-    return Export(path, [], _base_advice(run, to), lambda: [check_classifier(loaded, path, to, dtype=dtype)])
+    return ExportResult(
+        path, [], _base_advice(run, to), lambda: [check_classifier(loaded, path, to, dtype=dtype)]
+    )
 
 
 def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -91,7 +95,7 @@ def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _base_advice(run: str | Path, to: Layout) -> list[str]:
     """Return advice if the base of an adapter is a GGUF file, which PEFT and mlx-lm cannot load."""
-    base = base_of(usable_directory(run))
+    base = base_model_of(local_model_directory(run))
     reader = {"peft": "PEFT", "mlx": "mlx-lm"}.get(to)
     if reader is None or base is None or not Path(base).is_file():
         return []

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.adapters.attach import merge
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
@@ -56,7 +56,7 @@ def merge_measured(model: LanguageModel, tokens: torch.Tensor, *, dtype: torch.d
 
     The model computes in float32 before and after, so the difference is due to the weights alone.
     """
-    if not any(True for _ in adapted(model)):
+    if not any(True for _ in named_adapters(model)):
         raise ModelError("there is no adapter to merge", hint="it is already a full model: whet export")
     with torch.no_grad():
         before = model(tokens)

@@ -8,13 +8,13 @@ from whet.adapters.nf4 import BLOCK, NF4Linear
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
 from whet.model_io.file_checks import check_links
-from whet.model_io.formats.adapter_state import MLX_WEIGHTS, attach_stored, collect
+from whet.model_io.formats.adapter_state import MLX_WEIGHTS, attach_stored, collect_adapter
 from whet.model_io.formats.classifier_head import StoredHead
 from whet.model_io.formats.peft import read_peft
 from whet.model_io.hub import hub_id
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.language_model import LanguageModel
-from whet.storage import clear_leftovers, new_directory, write_json
+from whet.storage import create_directory_atomically, remove_temporary_files, write_json
 
 CONFIG = "adapter_config.json"
 QUANTIZATION_FILE = "base_quantization.json"  # specific to whet, in both layouts: how to quantize the base
@@ -50,13 +50,13 @@ def save_adapter(
     if layout not in LAYOUTS:
         raise ConfigError(f"unknown adapter layout {layout!r}", hint=f"use one of {', '.join(LAYOUTS)}")
     base_reference = base_name(model) if base is None else str(base.absolute())
-    stored = replace(collect(model), base=base_reference)
+    stored = replace(collect_adapter(model), base=base_reference)
     if classifier is not None:
         stored = replace(stored, parameters=stored.parameters | classifier.tensors(model))
     is_quantized = base is None and any(isinstance(module, NF4Linear) for module in model.modules())
     directory = Path(directory)
-    clear_leftovers(directory.parent, of=directory.name)
-    with new_directory(directory) as staging:
+    remove_temporary_files(directory.parent, only_name=directory.name)
+    with create_directory_atomically(directory) as staging:
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
         load_object(LAYOUTS[layout])(staging, model, stored)

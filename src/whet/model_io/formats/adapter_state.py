@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from whet.adapters.adapter import StoredLayer, adapted, adapters_off
+from whet.adapters.adapter import StoredLayer, adapters_off, named_adapters
 from whet.adapters.attach import insert_adapters
-from whet.adapters.layers.lora_experts import expert_shape, fused_weights
+from whet.adapters.layers.lora_experts import expert_shape, parameter_targets
 from whet.adapters.nf4 import NF4Linear
 from whet.adapters.targets import tied_to_head
 from whet.errors import ConfigError, ModelError
@@ -27,7 +27,7 @@ class StoredAdapter:
     base: str | None = None  # the base model that it was trained on
 
 
-def collect(model: LanguageModel) -> StoredAdapter:
+def collect_adapter(model: LanguageModel) -> StoredAdapter:
     """Return the stored form of a model's adapters."""
     layers_by_name, parameters_by_name = _adapter_tensors(model)
     layers = {model.hf_name(name): layer for name, layer in layers_by_name.items()}
@@ -35,7 +35,7 @@ def collect(model: LanguageModel) -> StoredAdapter:
     with adapters_off(model):
         tied = {name.removesuffix(".base") for name in tied_to_head(model)}
     for name, parameter in parameters_by_name.items():
-        parameters[model.hf_name(name)] = model.as_stored(name, parameter)
+        parameters[model.hf_name(name)] = model.to_hf_layout(name, parameter)
         if name.rpartition(".")[0] in tied:
             # stored under both names, because a library that finds only one would untie them
             parameters[model.hf_name("lm_head.weight")] = parameter
@@ -46,10 +46,10 @@ def collect(model: LanguageModel) -> StoredAdapter:
 
 def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Path) -> None:
     """Attach a stored adapter to a model. If a tensor does not match, raise and leave the model unchanged."""
-    if any(True for _ in adapted(model)):
+    if any(True for _ in named_adapters(model)):
         raise ConfigError("the model already has adapters", hint="merge them first: whet.merge(model)")
     names = {model.hf_name(name): name for name, _ in model.named_modules()}
-    names |= {model.hf_name(name): name for name in fused_weights(model)}
+    names |= {model.hf_name(name): name for name in parameter_targets(model)}
     problems = [*_layer_problems(model, stored, names), *_parameter_problems(model, stored)]
     problems += _base_weight_problems(model, stored)
     if problems:
@@ -71,14 +71,14 @@ def attach_stored(model: LanguageModel, stored: StoredAdapter, *, directory: Pat
             if target.magnitude is not None and layer.magnitude is not None:
                 target.magnitude.copy_(layer.magnitude)
         for name, tensor in parameters.items():
-            target_parameters[name].copy_(model.as_stored(name, tensor))
+            target_parameters[name].copy_(model.to_hf_layout(name, tensor))
 
 
 def _adapter_tensors(model: LanguageModel) -> tuple[dict[str, StoredLayer], dict[str, torch.Tensor]]:
     """Return the low-rank updates and the parameters trained in full, by their names in this model."""
     layers: dict[str, StoredLayer] = {}
     parameters: dict[str, torch.Tensor] = {}
-    for name, module in adapted(model):
+    for name, module in named_adapters(model):
         stored = module.stored()
         layers |= {f"{name}.{leaf}" if leaf else name: layer for leaf, layer in stored.layers.items()}
         parameters |= {f"{name}.{leaf}": tensor for leaf, tensor in stored.parameters.items()}
@@ -114,7 +114,7 @@ def _layer_problems(model: LanguageModel, stored: StoredAdapter, names: dict[str
 
 def _parameter_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
     known = {
-        model.hf_name(n): model.as_stored(n, p) for n, p in model.named_parameters(remove_duplicate=False)
+        model.hf_name(n): model.to_hf_layout(n, p) for n, p in model.named_parameters(remove_duplicate=False)
     }
     tied = {model.hf_name(f"{name}.weight") for name in tied_to_head(model)}
     if tied:
@@ -139,7 +139,7 @@ def _parameter_problems(model: LanguageModel, stored: StoredAdapter) -> list[str
 
 
 def _base_weight_problems(model: LanguageModel, stored: StoredAdapter) -> list[str]:
-    expected = {model.hf_name(n): model.as_stored(n, p) for n, p in model.named_parameters()}
+    expected = {model.hf_name(n): model.to_hf_layout(n, p) for n, p in model.named_parameters()}
     return [
         f"{name} differs from the base model: it was resized or trained"
         for name, tensor in stored.base_weights.items()

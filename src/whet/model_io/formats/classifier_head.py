@@ -47,7 +47,7 @@ class StoredHead:
         write_json(directory / INFO, asdict(self.info))
         write_safetensors(directory / HEAD, dict(self.head.named_parameters()))
 
-    def unexportable(self, model: LanguageModel) -> str | None:
+    def export_problem(self, model: LanguageModel) -> str | None:
         """Return why transformers cannot compute the same probabilities, or None if it can."""
         if self.head.pooling != "last":
             return f"it uses {self.head.pooling} pooling, but transformers' classifiers read the last token"
@@ -57,11 +57,11 @@ class StoredHead:
 
     def tensors(self, model: LanguageModel) -> dict[str, torch.Tensor]:
         """Return the head under transformers' name, or {} if transformers would compute something else."""
-        return {} if self.unexportable(model) else {SCORE: self.head.score.weight}
+        return {} if self.export_problem(model) else {SCORE: self.head.score.weight}
 
     def config(self, model: LanguageModel, tokenizer: Any) -> dict[str, Any]:  # Any: a tokenizer; JSON values
         """Return the config.json entries of a classifier, or {} if transformers cannot use its head."""
-        if self.unexportable(model):
+        if self.export_problem(model):
             return {}
         hf_config = model.hf_config()
         pad_token_id = next(
@@ -124,7 +124,7 @@ def read_head(directory: Path) -> StoredHead:
     """Read the head from a classifier's directory."""
     check_links(directory)
     info = _info_from(read_json(directory / INFO), directory / INFO)
-    return StoredHead(head_from(read_tensors(directory / HEAD), info, directory / HEAD), info)
+    return StoredHead(build_head(read_tensors(directory / HEAD), info, directory / HEAD), info)
 
 
 def _info_from(fields: dict[str, Any], path: Path) -> ClassifierInfo:  # Any: JSON values, checked here
@@ -145,7 +145,7 @@ def _info_from(fields: dict[str, Any], path: Path) -> ClassifierInfo:  # Any: JS
     return info
 
 
-def head_from(tensors: dict[str, torch.Tensor], info: ClassifierInfo, path: Path) -> ClassificationHead:
+def build_head(tensors: dict[str, torch.Tensor], info: ClassifierInfo, path: Path) -> ClassificationHead:
     """Build a head from its weights, and raise ModelError if names or shapes do not match the classes."""
     weight = tensors.get(SCORE)
     shape = [len(info.classes), weight.shape[-1] if weight is not None and weight.ndim == 2 else -1]
@@ -194,7 +194,7 @@ def read_calibration(directory: Path) -> dict[str, Any] | None:  # Any: JSON val
     return read_json(path) if path.is_file() else None
 
 
-def are_counted(section: ClassifyObjective) -> bool:
+def are_class_weights_counted(section: ClassifyObjective) -> bool:
     """Return whether class weights are computed from the training set, not given by the config alone."""
     if section.class_weights == "auto":
         return not (section.multi_label or section.oversample)

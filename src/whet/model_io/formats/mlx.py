@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from whet.adapters.adapter import LoRASettings, StoredLayer, adapted
-from whet.error_boundary import wrong_input
+from whet.adapters.adapter import LoRASettings, StoredLayer, named_adapters
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.model_io.formats.adapter_state import MLX_WEIGHTS, StoredAdapter
 from whet.model_io.safetensors import read_tensors
@@ -64,7 +64,7 @@ def _keys(model: LanguageModel, stored: StoredAdapter) -> tuple[list[str], int]:
     }
     adapted_blocks = [block for block in blocks if relative[block]]
     keys = set().union(*relative.values())
-    adapters = {name for name, _ in adapted(model)}
+    adapters = {name for name, _ in named_adapters(model)}
     modules = {
         model.hf_name(name)
         for name, _ in model.named_modules()
@@ -90,7 +90,7 @@ def read_mlx(directory: Path) -> StoredAdapter:
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict) or not {"rank", "scale"} <= parameters.keys():
         raise ModelError(f"{directory / CONFIG} has no lora_parameters with a rank and a scale")
-    with wrong_input(f"{directory / CONFIG} is invalid"):
+    with invalid_input_errors(f"{directory / CONFIG} is invalid"):
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
         dropout = float(parameters.get("dropout") or 0.0)
         settings = LoRASettings(rank, scale * rank, dropout, kind).validated()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import LoRASettings, StoredLayer, adapted
-from whet.adapters.layers.lora_experts import expert_shape, expert_weights, fused_weights
-from whet.error_boundary import wrong_input
+from whet.adapters.adapter import LoRASettings, StoredLayer, named_adapters
+from whet.adapters.layers.lora_experts import expert_shape, expert_weights, parameter_targets
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.model_io.formats.adapter_state import StoredAdapter
 from whet.model_io.formats.classifier_head import SCORE, is_classifier
@@ -119,7 +119,7 @@ def _common_settings(stored: StoredAdapter) -> tuple[LoRASettings, dict[str, int
 
 def _module_names(model: LanguageModel) -> set[str]:
     """Return the Hugging Face names of the modules among which PEFT searches for targets."""
-    prefixes = tuple(f"{name}." for name, _ in adapted(model))
+    prefixes = tuple(f"{name}." for name, _ in named_adapters(model))
     return {model.hf_name(name) for name, _ in model.named_modules() if not name.startswith(prefixes)}
 
 
@@ -136,7 +136,7 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
     _check_supported(config, directory)
     experts = {
         model.hf_name(name): expert_shape(model.get_submodule(path), leaf)[0]
-        for name in fused_weights(model)
+        for name in parameter_targets(model)
         for path, _, leaf in [name.rpartition(".")]
     }
     targets = _targeted_parameters(config, list(experts), directory)
@@ -168,7 +168,7 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
             raise ModelError(
                 f"{directory / WEIGHTS} does not contain {module}, which {CONFIG} lists in modules_to_save"
             )
-    with wrong_input(f"{directory / CONFIG} is invalid"):
+    with invalid_input_errors(f"{directory / CONFIG} is invalid"):
         default = LoRASettings(
             int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
         )

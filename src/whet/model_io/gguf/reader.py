@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from whet.errors import ModelError
 from whet.model_io.gguf.layout import ALIGNMENT, ARRAY, SCALARS, STRING, Slot, slots_of, split_rotary_pairs
 from whet.model_io.gguf.tokenizer_reader import build_tokenizer
-from whet.storage import new_directory, write_json, write_safetensors, write_text
+from whet.storage import create_directory_atomically, write_json, write_safetensors, write_text
 
 ARCHITECTURES = ("llama",)
 
@@ -218,7 +218,7 @@ def convert_gguf(source: Path, target: Path) -> None:
     _check_tensors(file, slots)
     vocab_size, max_length = config["vocab_size"], config["max_position_embeddings"]
     built = build_tokenizer(file.metadata, source=str(source), vocab_size=vocab_size, max_length=max_length)
-    with new_directory(target) as staging:
+    with create_directory_atomically(target) as staging:
         write_safetensors(staging / "model.safetensors", _read_weights(file, slots))
         write_json(staging / "config.json", config | built.ids)
         write_json(staging / "generation_config.json", built.ids)

@@ -27,7 +27,7 @@ from whet.models.families import llama
 from whet.models.language_model import LanguageModel
 from whet.models.rope import inverse_frequencies
 from whet.models.spec import LinearRopeScaling, Llama3RopeScaling, ModelSpec, RopeSpec, YarnRopeScaling
-from whet.storage import clear_leftovers, new_file, write_chunks
+from whet.storage import create_file_atomically, remove_temporary_files, write_chunks
 
 KINDS = {
     "f32": (Kind.F32, LlamaFileType.ALL_F32),
@@ -84,8 +84,8 @@ def write_gguf(
     }
     entries = dict(_entries(spec, model, tensor_kind))
     path = Path(path)
-    clear_leftovers(path.parent, of=path.name)
-    with new_file(path) as staging:
+    remove_temporary_files(path.parent, only_name=path.name)
+    with create_file_atomically(path) as staging:
         write_chunks(staging, _chunks(metadata, entries))
 
 
@@ -113,17 +113,17 @@ def _is_llama(spec: ModelSpec) -> bool:
         is_equal = llama.from_config(llama.to_config(spec)) == spec
     except (ModelError, KeyError):  # for example, a layer without attention
         return False
-    return is_equal and spec.blocks[0].dense.activation == "silu"
+    return is_equal and spec.blocks[0].dense_feedforward.activation == "silu"
 
 
 def _model_metadata(spec: ModelSpec) -> dict[str, object]:
-    attention, rope = spec.blocks[0].grouped, spec.blocks[0].grouped.rope
+    attention, rope = spec.blocks[0].grouped_attention, spec.blocks[0].grouped_attention.rope
     assert rope is not None
     return {
         "llama.block_count": len(spec.blocks),
         "llama.context_length": spec.max_positions,
         "llama.embedding_length": spec.d_model,
-        "llama.feed_forward_length": spec.blocks[0].dense.width,
+        "llama.feed_forward_length": spec.blocks[0].dense_feedforward.width,
         "llama.attention.head_count": attention.heads,
         "llama.attention.head_count_kv": attention.kv_heads,
         "llama.attention.key_length": attention.head_dim,
@@ -161,7 +161,7 @@ def _rope_metadata(rope: RopeSpec) -> dict[str, object]:
 
 def _entries(spec: ModelSpec, model: LanguageModel, kind: Kind) -> Iterator[tuple[str, _Entry]]:
     tensors = {llama.hf_name(name): tensor for name, tensor in model.state_dict().items()}
-    rope, head_dim = spec.blocks[0].grouped.rope, spec.blocks[0].grouped.head_dim
+    rope, head_dim = spec.blocks[0].grouped_attention.rope, spec.blocks[0].grouped_attention.head_dim
     if rope is not None and isinstance(rope.scaling, Llama3RopeScaling):
         plain = inverse_frequencies(RopeSpec(theta=rope.theta), head_dim)
         divisors = (plain / inverse_frequencies(rope, head_dim)).numpy()

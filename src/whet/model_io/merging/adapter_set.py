@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from whet.adapters.adapter import Adapter, adapted, replace_module
+from whet.adapters.adapter import Adapter, named_adapters, replace_module
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ConfigError, ModelError
 from whet.model_io.formats.adapter_files import load_adapter
@@ -23,7 +23,7 @@ class AdapterSet:
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        if any(True for _ in adapted(model)):
+        if any(True for _ in named_adapters(model)):
             raise ConfigError("the model already has an adapter", hint="start from its base model")
         self.model = model
         self._adapters: dict[str, dict[str, Adapter]] = {}
@@ -48,21 +48,21 @@ class AdapterSet:
         """
         if name in self._adapters:
             raise ConfigError(f"there is already an adapter called {name!r}")
-        before = dict(adapted(self.model))
+        before = dict(named_adapters(self.model))
         self.use(None)
         try:
             load_adapter(self.model, directory)
         except BaseException:
             self._insert(before)
             raise
-        self._adapters[name] = dict(adapted(self.model))
+        self._adapters[name] = dict(named_adapters(self.model))
 
     def use(self, name: str | None) -> None:
         """Switch to one adapter, or to the base model if the name is None."""
         if self._base_weights:
             raise ConfigError("adapters are merged into the weights", hint="call unmerge() first")
         selected = {} if name is None else self._adapter(name)
-        for path, layer in list(adapted(self.model)):
+        for path, layer in list(named_adapters(self.model)):
             replace_module(self.model, path, layer.base)
         self._insert(selected)
 

@@ -19,7 +19,7 @@ from whet.model_io.merging.model_source import (
     open_source,
 )
 from whet.model_io.safetensors import write_model_directory
-from whet.model_io.tokenizer import tokenizer_of
+from whet.model_io.tokenizer import load_model_tokenizer
 
 METHODS = ("average", "slerp", "task", "ties", "dare", "dare-ties")
 BASE_METHODS = ("task", "ties", "dare", "dare-ties")  # which need a common base model
@@ -193,9 +193,9 @@ def _open_base(method: str, models: Sequence[ModelSource], base: str | None) -> 
 
 def _common_tokenizer(names: Sequence[str]) -> Any:  # Any: a transformers tokenizer or None
     """Return the first model's tokenizer, and raise ModelError if a model maps tokens to other ids."""
-    first = tokenizer_of(names[0])
+    first = load_model_tokenizer(names[0])
     for name in names[1:]:
-        tokenizer = tokenizer_of(name)
+        tokenizer = load_model_tokenizer(name)
         if first is None or tokenizer is None:
             continue
         ours, theirs = first.get_vocab(), tokenizer.get_vocab()

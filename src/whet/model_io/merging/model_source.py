@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from whet.adapters.adapter import Adapter, adapted
+from whet.adapters.adapter import Adapter, named_adapters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
 from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
-from whet.model_io.hub import resolve
-from whet.model_io.load import load, load_quantised
+from whet.model_io.hub import resolve_model
+from whet.model_io.load import load, load_quantized
 from whet.model_io.merging.adapter_set import merge_in_float32
-from whet.model_io.resolve import base_of, config_of_checkpoint, usable_directory
+from whet.model_io.resolve import base_model_of, config_of_checkpoint, local_model_directory
 from whet.model_io.safetensors import TensorFiles
 from whet.models import families
 from whet.models.language_model import LanguageModel
@@ -32,12 +32,12 @@ class ModelSource:
         self.directory = directory
         self.config = read_config(directory)
         self._files = TensorFiles(directory)
-        family = families.choose(self.config).family
+        family = families.choose_family(self.config).family
         ignored = {tensor for tensor in self._files if family and families.is_buffer(family, tensor)}
         if family and self.config.get("tie_word_embeddings"):
             ignored.add(family.hf_name("lm_head.weight"))  # some files contain the embedding twice
         self.tensors = {  # on the meta device
-            tensor: self._files.described(tensor) for tensor in self._files if tensor not in ignored
+            tensor: self._files.meta_tensor(tensor) for tensor in self._files if tensor not in ignored
         }
 
     def get(self, name: str) -> torch.Tensor:
@@ -49,7 +49,7 @@ class ModelSource:
 
     def architecture(self) -> dict[str, Any]:  # Any: JSON values
         """Return the properties that must be equal: for native families, the entire model spec."""
-        family = families.choose(self.config).family
+        family = families.choose_family(self.config).family
         spec = read_spec(family, self.config, self.directory).describe() if family else {}
         return {"model_type": self.config.get("model_type"), **spec}
 
@@ -107,13 +107,13 @@ class AdapterSource(ModelSource):
         """Return a parameter as the tensors of the base's files, which may store experts fused or not."""
         hf_name = self._model.hf_name(parameter)
         if hf_name in self.tensors:
-            return {hf_name: self._model.as_stored(parameter, tensor)}
-        return self._model.in_files(parameter, tensor)
+            return {hf_name: self._model.to_hf_layout(parameter, tensor)}
+        return self._model.to_hf_tensors(parameter, tensor)
 
 
 def changed_modules(model: LanguageModel) -> Iterator[tuple[str, Adapter | NF4Linear]]:
     """Yield the modules that differ from the base's files: adapters, and quantized layers without one."""
-    yield from adapted(model)
+    yield from named_adapters(model)
     for path, module in model.named_modules():
         if isinstance(module, NF4Linear) and not path.endswith(".base"):
             yield path, module
@@ -121,8 +121,8 @@ def changed_modules(model: LanguageModel) -> Iterator[tuple[str, Adapter | NF4Li
 
 def _base_directory(name: str) -> Path:
     """Return the directory of the innermost base model, which may be below several adapters."""
-    target = usable_directory(name)
-    base = base_of(target)
+    target = local_model_directory(name)
+    base = base_model_of(target)
     return _model_directory(target) if base is None else _base_directory(base)
 
 
@@ -132,26 +132,26 @@ def _model_directory(target: str | Path) -> Path:
             f"{target} is a checkpoint of a full model, but merging requires model directories",
             hint=f"export it first: whet export {target} --to hf --out DIR",
         )
-    return resolve(str(target))
+    return resolve_model(str(target))
 
 
 def open_source(name: str) -> ModelSource:
     """Open a model by name or path, a run, or an adapter with its base."""
-    target = usable_directory(name)
-    base = base_of(target)
+    target = local_model_directory(name)
+    base = base_model_of(target)
     return ModelSource(name, _model_directory(target)) if base is None else AdapterSource(name, base)
 
 
 def open_quantized_source(name: str) -> ModelSource:
     """Open a base model with the dequantized 4-bit weights that its adapters were trained on."""
-    model = load_quantised(name, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_quantized(name, dtype=torch.float32, device=torch.device("cpu"))
     return AdapterSource(name, name, model)
 
 
 def is_same_model(first: str, second: str) -> bool:
     """Return whether two names refer to the same files."""
-    targets = [usable_directory(name) for name in (first, second)]
-    paths = [target if base_of(target) else resolve(str(target)) for target in targets]
+    targets = [local_model_directory(name) for name in (first, second)]
+    paths = [target if base_model_of(target) else resolve_model(str(target)) for target in targets]
     return Path(paths[0]).resolve() == Path(paths[1]).resolve()
 
 

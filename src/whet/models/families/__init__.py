@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from whet.error_boundary import wrong_input
+from whet.error_boundary import invalid_input_errors
 from whet.models.families.moe import Parts
 from whet.models.spec import ModelSpec
 
@@ -44,7 +44,7 @@ class FamilyChoice:
     reason: str
 
 
-def choose(config: Mapping[str, Any]) -> FamilyChoice:  # Any: the values of a config.json
+def choose_family(config: Mapping[str, Any]) -> FamilyChoice:  # Any: the values of a config.json
     """Choose the native family of a config, or state why the model must use transformers."""
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
@@ -52,7 +52,7 @@ def choose(config: Mapping[str, Any]) -> FamilyChoice:  # Any: the values of a c
         return FamilyChoice(None, f"{model_type} is not a native family of whet ({', '.join(FAMILIES)})")
     if config.get("quantization_config"):
         return FamilyChoice(None, "its weights are quantized")
-    with wrong_input("config.json is invalid"):
+    with invalid_input_errors("config.json is invalid"):
         feature = family.unsupported_feature(config)
     if feature is not None:
         return FamilyChoice(None, f"whet's native {model_type} does not support {feature}")
@@ -65,9 +65,9 @@ def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
     return config
 
 
-def stored_parts(spec: ModelSpec, name: str) -> Parts | None:
+def stored_tensor_names(spec: ModelSpec, name: str) -> Parts | None:
     """Return the names of the tensors that files store instead of this parameter, or None."""
-    parts = getattr(FAMILIES[spec.family], "stored_parts", None)
+    parts = getattr(FAMILIES[spec.family], "stored_tensor_names", None)
     return None if parts is None else parts(spec, name)
 
 

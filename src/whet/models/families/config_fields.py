@@ -207,7 +207,7 @@ def unsupported_activation(config: Config, key: str = "hidden_act") -> str | Non
 
 def common_config(spec: ModelSpec, *, architecture: str) -> dict[str, Any]:
     """Return the config fields shared by all llama-like families."""
-    attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
+    attention, feedforward = spec.blocks[0].grouped_attention, spec.blocks[0].dense_feedforward
     return {
         "model_type": spec.family,
         "architectures": [architecture],
@@ -225,7 +225,7 @@ def common_config(spec: ModelSpec, *, architecture: str) -> dict[str, Any]:
 
 def window_config(spec: ModelSpec) -> dict[str, Any]:
     """Return `sliding_window` and `layer_types` of a model whose layers may differ."""
-    windows = [block.grouped.window for block in spec.blocks]
+    windows = [block.grouped_attention.window for block in spec.blocks]
     return {
         "sliding_window": next((window for window in windows if window is not None), None),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],

@@ -45,7 +45,7 @@ def read_config(config: Config, *, family: str) -> ModelSpec:
             block,
             placement="sandwich",
             attention=replace(
-                block.grouped,
+                block.grouped_attention,
                 scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
                 softcap=config.get("attn_logit_softcapping"),
             ),
@@ -63,13 +63,13 @@ def read_config(config: Config, *, family: str) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
-    attention = spec.blocks[0].grouped
+    attention = spec.blocks[0].grouped_attention
     return {**write_config(spec, ARCHITECTURE), **config_fields.rope_keys(attention.rope or RopeSpec())}
 
 
 def write_config(spec: ModelSpec, architecture: str) -> dict[str, Any]:
     """Return the config fields that Gemma 2 and Gemma 3 share."""
-    attention = spec.blocks[0].grouped
+    attention = spec.blocks[0].grouped_attention
     windows = config_fields.window_config(spec)
     return {
         **config_fields.common_config(spec, architecture=architecture),
@@ -77,7 +77,7 @@ def write_config(spec: ModelSpec, architecture: str) -> dict[str, Any]:
         "sliding_window": windows["sliding_window"] or 4096,  # the config class requires a value
         "head_dim": attention.head_dim,
         "attention_bias": attention.bias,
-        "hidden_activation": config_fields.activation_name(spec.blocks[0].dense.activation),
+        "hidden_activation": config_fields.activation_name(spec.blocks[0].dense_feedforward.activation),
         "query_pre_attn_scalar": round((attention.scale or attention.head_dim**-0.5) ** -2),
         "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": spec.logit_softcap,

@@ -59,7 +59,7 @@ def from_config(config: Config) -> ModelSpec:
         {**config, "rope_parameters": {}, "attn_logit_softcapping": None}, family=MODEL_TYPE
     )
     blocks = tuple(
-        replace(block, attention=replace(block.grouped, qk_norm="head", rope=ropes[kind]))
+        replace(block, attention=replace(block.grouped_attention, qk_norm="head", rope=ropes[kind]))
         for block, kind in zip(spec.blocks, config["layer_types"], strict=True)
     )
     return replace(spec, blocks=blocks)
@@ -69,8 +69,8 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     ropes: dict[str, RopeSpec] = {_LOCAL: RopeSpec(), _GLOBAL: RopeSpec(1_000_000.0)}
     for block in spec.blocks:
-        kind = _GLOBAL if block.grouped.window is None else _LOCAL
-        ropes[kind] = block.grouped.rope or ropes[kind]
+        kind = _GLOBAL if block.grouped_attention.window is None else _LOCAL
+        ropes[kind] = block.grouped_attention.rope or ropes[kind]
     parameters = {kind: config_fields.rope_config(rope) for kind, rope in ropes.items()}
     return {
         **gemma2.write_config(spec, ARCHITECTURE),

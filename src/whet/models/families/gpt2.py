@@ -70,11 +70,13 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "vocab_size": spec.vocab_size,
         "n_embd": spec.d_model,
-        "n_head": block.grouped.heads,
+        "n_head": block.grouped_attention.heads,
         "n_layer": len(spec.blocks),
         "n_positions": spec.max_positions,
-        "n_inner": block.dense.width,
-        "activation_function": {"gelu_tanh": "gelu_new"}.get(block.dense.activation, block.dense.activation),
+        "n_inner": block.dense_feedforward.width,
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(
+            block.dense_feedforward.activation, block.dense_feedforward.activation
+        ),
         "layer_norm_epsilon": spec.norm.eps,
         "tie_word_embeddings": spec.tied_head,
     }

@@ -22,7 +22,7 @@ def unsupported_feature(config: Config) -> str | None:
 def from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config."""
     spec = llama.from_config(config)
-    attention = spec.blocks[0].grouped
+    attention = spec.blocks[0].grouped_attention
     scale: float | None = float(config.get("attention_multiplier", 1.0))
     if scale == attention.head_dim**-0.5:
         scale = None
@@ -38,7 +38,7 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
-    attention = spec.blocks[0].grouped
+    attention = spec.blocks[0].grouped_attention
     return {
         **llama.to_config(spec),
         "architectures": [ARCHITECTURE],

@@ -47,7 +47,7 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
-    attention, feedforward = spec.blocks[0].grouped, spec.blocks[0].dense
+    attention, feedforward = spec.blocks[0].grouped_attention, spec.blocks[0].dense_feedforward
     return {
         **config_fields.common_config(spec, architecture=ARCHITECTURE),
         **config_fields.rope_keys(attention.rope or RopeSpec()),

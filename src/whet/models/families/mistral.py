@@ -22,7 +22,7 @@ def from_config(config: Config) -> ModelSpec:
 def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> ModelSpec:
     """Return the spec with another family name and a sliding window per layer."""
     blocks = tuple(
-        replace(block, attention=replace(block.grouped, window=window))
+        replace(block, attention=replace(block.grouped_attention, window=window))
         for block, window in zip(spec.blocks, windows, strict=True)
     )
     return replace(spec, family=family, blocks=blocks)
@@ -31,7 +31,7 @@ def with_windows(spec: ModelSpec, windows: list[int | None], *, family: str) -> 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
-    windows = {block.grouped.window for block in spec.blocks}
+    windows = {block.grouped_attention.window for block in spec.blocks}
     if len(windows) > 1:
         return {**config, **config_fields.window_config(spec)}
     return {**config, "sliding_window": windows.pop()}

@@ -32,7 +32,7 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
-    mixture = spec.blocks[0].routed
+    mixture = spec.blocks[0].expert_feedforward
     config = {**mistral.to_config(moe.without_experts(spec)), "architectures": [ARCHITECTURE]}
     for key in ("attention_bias", "mlp_bias"):
         del config[key]

@@ -46,7 +46,7 @@ def without_experts(spec: ModelSpec) -> ModelSpec:
 
 
 def expert_parts(*names: str, module: str = "mlp") -> Callable[[ModelSpec, str], Parts | None]:
-    """Return the `stored_parts` function of a family with these names of gate, up and down projections."""
+    """Return the `stored_tensor_names` of a family with these names of gate, up and down projections."""
     gate, up, down = names
 
     def stored_parts(spec: ModelSpec, name: str) -> Parts | None:
@@ -57,7 +57,7 @@ def expert_parts(*names: str, module: str = "mlp") -> Callable[[ModelSpec, str],
         if match[2] is None:
             return [[f"{layer}.gate.weight"]]
         projections = [gate, up] if match[2] == "gate_up_proj" else [down]
-        experts = spec.mixtures[0].experts
+        experts = spec.expert_specs[0].experts
         return [
             [f"{layer}.experts.{expert}.{projection}.weight" for projection in projections]
             for expert in range(experts)

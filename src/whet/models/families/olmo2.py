@@ -17,7 +17,7 @@ def from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config."""
     spec = llama.from_config({"rms_norm_eps": 1e-5, **config, "mlp_bias": False})
     blocks = tuple(
-        replace(block, placement="post", attention=replace(block.grouped, qk_norm="all"))
+        replace(block, placement="post", attention=replace(block.grouped_attention, qk_norm="all"))
         for block in spec.blocks
     )
     return replace(spec, family=MODEL_TYPE, blocks=blocks)

@@ -21,7 +21,7 @@ def unsupported_feature(config: Config) -> str | None:
 def from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config."""
     spec = llama.from_config({"rms_norm_eps": 1e-5, **config, "mlp_bias": False})
-    blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="all")) for b in spec.blocks)
+    blocks = tuple(replace(b, attention=replace(b.grouped_attention, qk_norm="all")) for b in spec.blocks)
     experts = moe.read_experts(
         {"num_experts": 64, "num_experts_per_tok": 8, **config},
         width="intermediate_size",
@@ -32,7 +32,7 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
-    mixture = spec.blocks[0].routed
+    mixture = spec.blocks[0].expert_feedforward
     config = {**llama.to_config(moe.without_experts(spec)), "architectures": [ARCHITECTURE]}
     for key in ("mlp_bias", "head_dim"):
         del config[key]

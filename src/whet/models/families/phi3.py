@@ -28,8 +28,8 @@ def from_config(config: Config) -> ModelSpec:
     blocks = tuple(
         replace(
             block,
-            attention=replace(block.grouped, fused=True),
-            feedforward=replace(block.dense, fused=True),
+            attention=replace(block.grouped_attention, fused=True),
+            feedforward=replace(block.dense_feedforward, fused=True),
         )
         for block in spec.blocks
     )
@@ -41,4 +41,4 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE]}
     for key in ("attention_bias", "mlp_bias"):
         del config[key]
-    return {**config, "sliding_window": spec.blocks[0].grouped.window}
+    return {**config, "sliding_window": spec.blocks[0].grouped_attention.window}

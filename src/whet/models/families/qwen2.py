@@ -22,7 +22,7 @@ def from_config(config: Config) -> ModelSpec:
         family=MODEL_TYPE,
     )
     # queries, keys and values have biases, the output projection has none
-    blocks = tuple(replace(b, attention=replace(b.grouped, out_bias=False)) for b in spec.blocks)
+    blocks = tuple(replace(b, attention=replace(b.grouped_attention, out_bias=False)) for b in spec.blocks)
     return replace(spec, blocks=blocks)
 
 

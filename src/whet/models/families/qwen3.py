@@ -19,7 +19,7 @@ def from_config(config: Config) -> ModelSpec:
     """Return the spec of a Hugging Face config."""
     fields = {**config, "head_dim": config.get("head_dim") or 128, "mlp_bias": False}
     spec = with_windows(llama.from_config(fields), windows(config), family=MODEL_TYPE)
-    blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="head")) for b in spec.blocks)
+    blocks = tuple(replace(b, attention=replace(b.grouped_attention, qk_norm="head")) for b in spec.blocks)
     return replace(spec, blocks=blocks)
 
 

@@ -21,7 +21,7 @@ def from_config(config: Config) -> ModelSpec:
     layers = integer(config, "num_hidden_layers")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     spec = with_windows(llama.from_config(config), [window] * layers, family=MODEL_TYPE)
-    blocks = tuple(replace(b, attention=replace(b.grouped, qk_norm="head")) for b in spec.blocks)
+    blocks = tuple(replace(b, attention=replace(b.grouped_attention, qk_norm="head")) for b in spec.blocks)
     experts = moe.read_experts(
         config, width="moe_intermediate_size", renormalise=bool(config.get("norm_topk_prob", False))
     )
@@ -44,8 +44,8 @@ def to_config(spec: ModelSpec) -> dict[str, Any]:
         config["intermediate_size"] = widths[0]
     else:
         del config["intermediate_size"]  # no layer uses it, so the value of the source config is kept
-    [mixture, *_] = spec.mixtures or [spec.blocks[0].routed]
-    window = spec.blocks[0].grouped.window
+    [mixture, *_] = spec.expert_specs or [spec.blocks[0].expert_feedforward]
+    window = spec.blocks[0].grouped_attention.window
     return {
         **config,
         "moe_intermediate_size": mixture.width,

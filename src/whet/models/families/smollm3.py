@@ -30,7 +30,7 @@ def from_config(config: Config) -> ModelSpec:
     kinds = config.get("layer_types") or ["full_attention" if has else no_rope_kind for has in has_rope]
     spec = with_windows(spec, config_fields.windows({**config, "layer_types": kinds}), family=MODEL_TYPE)
     blocks = tuple(
-        block if has else replace(block, attention=replace(block.grouped, rope=None))
+        block if has else replace(block, attention=replace(block.grouped_attention, rope=None))
         for block, has in zip(spec.blocks, has_rope, strict=True)
     )
     return replace(spec, blocks=blocks)
@@ -38,7 +38,7 @@ def from_config(config: Config) -> ModelSpec:
 
 def to_config(spec: ModelSpec) -> dict[str, Any]:
     """Return the Hugging Face config of a spec, the inverse of `from_config`."""
-    ropes = [block.grouped.rope for block in spec.blocks]
+    ropes = [block.grouped_attention.rope for block in spec.blocks]
     config = {**llama.to_config(spec), "architectures": [ARCHITECTURE], **config_fields.window_config(spec)}
     return {
         **config,

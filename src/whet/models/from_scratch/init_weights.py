@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from whet.models.decoder import Decoder
-from whet.models.from_scratch.mup import POWERS, role_of
+from whet.models.from_scratch.mup import POWERS, parameter_role
 from whet.models.spec import ModelSpec
 
 STD = 0.02
@@ -14,7 +14,7 @@ POSITION_STD = 0.01
 RESIDUAL = ("o_proj", "down_proj")
 
 
-def from_scratch(
+def new_decoder(
     spec: ModelSpec,
     *,
     seed: int,
@@ -55,5 +55,5 @@ def initialize_weights(model: Decoder, generator: torch.Generator, *, width_rati
             std = POSITION_STD if module == "embed_positions" else STD
             if name.removesuffix(".weight").endswith(RESIDUAL):
                 std /= math.sqrt(residual_layers)
-            std *= width_ratio ** POWERS[role_of(name, parameter)].init
+            std *= width_ratio ** POWERS[parameter_role(name, parameter)].init
             nn.init.normal_(parameter, std=std, generator=generator)

@@ -35,7 +35,7 @@ POWERS: dict[Role, Powers] = {
 }
 
 
-def role_of(name: str, parameter: torch.Tensor) -> Role:
+def parameter_role(name: str, parameter: torch.Tensor) -> Role:
     """Return the role of a decoder's parameter in muP. Norm weights and biases count as input weights."""
     if name == "lm_head.weight":
         return "output"
@@ -80,7 +80,7 @@ def _mup_attention(block: BlockSpec, *, d_model: int, mup: MuP) -> AttentionSpec
     return dataclasses.replace(attention, scale=scale)
 
 
-def refuse_other_multipliers(spec: ModelSpec | None, mup: MuP, *, name: str) -> None:
+def check_mup_multipliers(spec: ModelSpec | None, mup: MuP, *, name: str) -> None:
     """Raise ConfigError unless a loaded model was built with this muP base. `spec` is None if not native."""
     if spec is None or with_mup_multipliers(spec, mup) != spec:
         raise ConfigError(

@@ -7,7 +7,7 @@ from whet.config.optim import MuP
 from whet.config.preset import Preset
 from whet.errors import ConfigError, ModelError
 from whet.models.costs import flops_per_token, parameter_counts
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.mup import width_ratio
 from whet.models.from_scratch.presets import preset_spec
 from whet.models.language_model import LanguageModel
@@ -16,12 +16,13 @@ from whet.models.spec import ModelSpec
 log = logging.getLogger("whet")
 
 
-def new_spec(preset: Preset, *, tokens: int, mup: MuP | None = None) -> ModelSpec:
+def preset_model_spec(preset: Preset, *, vocab_size: int, mup: MuP | None = None) -> ModelSpec:
     """Return the spec of a preset for a tokenizer with `tokens` tokens."""
-    changes = {"vocab_size": tokens, **preset.changes()}
-    if changes["vocab_size"] < tokens:
+    changes = {"vocab_size": vocab_size, **preset.changes()}
+    if changes["vocab_size"] < vocab_size:
         raise ConfigError(
-            f"model.vocab_size={changes['vocab_size']} is smaller than the tokenizer's vocabulary ({tokens})",
+            f"model.vocab_size={changes['vocab_size']} is smaller than the tokenizer's vocabulary "
+            f"({vocab_size})",
             hint="remove model.vocab_size to use the size of the tokenizer",
         )
     try:
@@ -38,12 +39,12 @@ def new_model(
     mup: MuP | None = None,
 ) -> LanguageModel:
     """Return a newly initialized model of a preset."""
-    spec = new_spec(preset, tokens=len(tokenizer), mup=mup)
+    spec = preset_model_spec(preset, vocab_size=len(tokenizer), mup=mup)
     special_tokens = {
         f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
     }
     ratio = 1.0 if mup is None else width_ratio(spec, mup)
-    model = from_scratch(spec, seed=seed, source_config=special_tokens, width_ratio=ratio)
+    model = new_decoder(spec, seed=seed, source_config=special_tokens, width_ratio=ratio)
     model.name = f"{preset.preset} from scratch"
     counts = ", ".join(f"{part} {count:,}" for part, count in parameter_counts(spec).items() if count)
     log.info("model: %s, stored as %s: %s", model.name, spec.family, counts)

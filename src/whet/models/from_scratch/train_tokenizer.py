@@ -10,7 +10,7 @@ UNKNOWN = "<|unknown|>"
 _KINDS = "bytes; chars; bpe:N for a byte-level BPE with N tokens"
 
 
-def is_homemade(spec: str) -> bool:
+def is_builtin_tokenizer(spec: str) -> bool:
     """Whether a tokenizer spec names a built-in tokenizer, not the tokenizer of a model."""
     return spec in ("bytes", "chars") or spec.startswith("bpe:")
 

@@ -15,7 +15,7 @@ from whet.ops.dispatch import device_type
 _DTYPES = {torch.float32, torch.float64}
 
 
-def suits(*tensors: torch.Tensor) -> bool:
+def is_supported(*tensors: torch.Tensor) -> bool:
     """Whether the functions of this module support these tensors."""
     if torch.compiler.is_compiling():  # checked first, because the rest should not be traced
         return False

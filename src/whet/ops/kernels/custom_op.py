@@ -11,7 +11,7 @@ _Result = TypeVar("_Result")
 _LIBRARY = torch.library.Library("whet", "FRAGMENT")
 
 
-def operation(
+def register_operation(
     fake: Callable[..., Any],  # Any: tensors with the shapes of the results
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
     """Decorate a function so that compiled code calls it as one opaque operation.

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import torch
 
-from whet.ops.dispatch import kernels_work
+from whet.ops.dispatch import can_build_kernels
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)  # no DTensors or other tensor subclasses
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -20,7 +20,7 @@ _is_decoding: ContextVar[bool] = ContextVar("decoding", default=False)
 
 
 @contextlib.contextmanager
-def decoding() -> Iterator[None]:
+def fused_decoding() -> Iterator[None]:
     """Allow the fused kernels of this module in the `with` block."""
     token = _is_decoding.set(True)
     try:
@@ -29,14 +29,14 @@ def decoding() -> Iterator[None]:
         _is_decoding.reset(token)
 
 
-def suits(*tensors: torch.Tensor) -> bool:
+def is_supported(*tensors: torch.Tensor) -> bool:
     """Whether the kernels of this module may be used for these tensors."""
     if torch.compiler.is_compiling() or not _is_decoding.get() or torch.is_grad_enabled():
         return False
     supported = all(
         type(tensor) in _TENSOR_TYPES and tensor.is_cuda and tensor.dtype in _DTYPES for tensor in tensors
     )
-    return supported and kernels_work()
+    return supported and can_build_kernels()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: bool = False) -> torch.Tensor:

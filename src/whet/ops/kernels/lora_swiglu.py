@@ -2,29 +2,29 @@
 
 import torch
 
-from whet.ops.dispatch import device_type, is_plan, kernels_work
-from whet.ops.kernels.custom_op import operation
+from whet.ops.dispatch import can_build_kernels, device_type, is_planning
+from whet.ops.kernels.custom_op import register_operation
 
 _MAX_RANK = 32  # with higher ranks the kernels become compute-bound and slower than separate small matmuls
 _TARGET_PROGRAMS = 4224  # target number of programs of the gradient kernel, if there are enough rows
 GRADIENT_TILE = 32, 64  # rows and columns
 
 
-def suits(x: torch.Tensor, dtype: torch.dtype, ranks: tuple[int, ...]) -> bool:
+def is_supported(x: torch.Tensor, dtype: torch.dtype, ranks: tuple[int, ...]) -> bool:
     """Whether the kernels of this module support a layer with input x that computes in this dtype."""
     if dtype.itemsize != 2 or max(ranks) > _MAX_RANK:
         return False
     if torch.compiler.is_compiling():
         return x.is_cuda and _kernels_work()
-    return device_type(x) == "cuda" and (is_plan() or kernels_work())
+    return device_type(x) == "cuda" and (is_planning() or can_build_kernels())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _kernels_work() -> bool:
-    return kernels_work()
+    return can_build_kernels()
 
 
-@operation(lambda gate, *_: torch.empty_like(gate))
+@register_operation(lambda gate, *_: torch.empty_like(gate))
 def gated_output(
     gate: torch.Tensor, up: torch.Tensor, low: torch.Tensor, b_gate: torch.Tensor, b_up: torch.Tensor
 ) -> torch.Tensor:
@@ -33,7 +33,7 @@ def gated_output(
     `gate` and `up` are outputs of the base layers. `low` [N, ranks] is x A', with the columns of the gate
     adapter first. The updates are added in float32, so none of their precision is lost.
     """
-    if is_plan():
+    if is_planning():
         return torch.empty_like(gate)
     from whet.ops.kernels.lora_swiglu_triton import gated_output_on_gpu
 
@@ -63,7 +63,7 @@ def partial_sums(gate: torch.Tensor, low: torch.Tensor, grad_low: torch.Tensor) 
     return rows_per_program, gate.new_empty(-(-count // rows_per_program), size, ranks, dtype=torch.float32)
 
 
-@operation(_empty_gradients)
+@register_operation(_empty_gradients)
 def gated_gradients(
     gate: torch.Tensor,
     up: torch.Tensor,
@@ -78,7 +78,7 @@ def gated_gradients(
     `grad` is the gradient of y = gated_output(...). The sums are grad_gate' low_gate, grad_up' low_up and
     y' grad_low, side by side. They are computed without reading y or the gradients again.
     """
-    if is_plan():
+    if is_planning():
         _, sums = partial_sums(gate, low, grad_low)
         return torch.empty_like(gate), torch.empty_like(up), sums.sum(0)
     from whet.ops.kernels.lora_swiglu_triton import gated_gradients_on_gpu

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from whet.data.batches import Batch, one_pass
+from whet.data.batches import Batch, iter_batches_once
 from whet.data.packing import StepSettings
 from whet.data.tokens.examples import Example
 from whet.hardware import Precision
-from whet.models.language_model import LanguageModel, evaluating
+from whet.models.language_model import LanguageModel, eval_mode
 from whet.parallel.gradient_sync import is_sharded
-from whet.parallel.process_group import SOLO, World
-from whet.training.loss import in_precision
+from whet.parallel.process_group import SINGLE_PROCESS, World
+from whet.training.loss import autocast_context
 
 log = logging.getLogger("whet")
 
@@ -32,7 +32,7 @@ def compute_outputs(
     steps: StepSettings,
     *,
     precision: Precision,
-    world: World = SOLO,
+    world: World = SINGLE_PROCESS,
 ) -> np.ndarray:
     """Return one row of outputs per example, in order. Each rank computes its share of the batches.
 
@@ -47,14 +47,14 @@ def compute_outputs(
     Returns:
         A float32 array, [examples, columns].
     """
-    batches = list(one_pass(examples, steps))
+    batches = list(iter_batches_once(examples, steps))
     local_rows: list[np.ndarray] = []
-    with evaluating(model):
-        for _, (_, batch), counts in world.rounds(batches, matched=is_sharded(model)):
-            with in_precision(precision, model.device):
+    with eval_mode(model):
+        for _, (_, batch), counts in world.local_items(batches, pad=is_sharded(model)):
+            with autocast_context(precision, model.device):
                 rows = compute(model, batch.to(model.device)).float().cpu().numpy()
             local_rows += [rows] if counts else []
-    batch_rows = world.in_order(local_rows, len(batches))
+    batch_rows = world.gather_in_order(local_rows, len(batches))
     outputs = np.zeros((len(examples), batch_rows[0].shape[1]), dtype=np.float32)
     for (indices, _), rows in zip(batches, batch_rows, strict=True):
         outputs[indices] = rows

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.adapters.adapter import adapted
+from whet.adapters.adapter import named_adapters
 from whet.adapters.attach import make_trainable, merge
 from whet.adapters.layers.lora_linear import LoRALinear
 from whet.config.run_config import optim_groups
 from whet.config.section import PrecisionName
 from whet.data.batches import Batch, make_batch
-from whet.data.class_labels import Labels
+from whet.data.class_labels import ClassLabels
 from whet.data.packing import StepSettings, split_step
-from whet.data.sources.source import Record, Spec, checked, open_source
+from whet.data.sources.source import Record, SourceSpec, open_source, validate_record
 from whet.data.tokens.chat_template import Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.tokenize import Encoder
@@ -30,13 +30,13 @@ from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
     StoredHead,
     WeightedHead,
-    are_counted,
+    are_class_weights_counted,
 )
-from whet.model_io.load import load_base, load_body, load_quantised
+from whet.model_io.load import load_base, load_quantized, load_without_head
 from whet.model_io.save import save
-from whet.model_io.tokenizer import tokenizer_of
-from whet.models.heads import ClassificationHead, WithHeads
-from whet.models.language_model import LanguageModel, evaluating
+from whet.model_io.tokenizer import load_model_tokenizer
+from whet.models.heads import ClassificationHead, ModelWithHeads
+from whet.models.language_model import LanguageModel, eval_mode
 from whet.objectives.classify import Classify
 from whet.parallel.gradient_sync import flat_gradients, set_flat_gradients
 from whet.recipes.classify.calibration import compute_outputs
@@ -47,8 +47,8 @@ from whet.recipes.classify.classifier_config import (
     reject_new_head_keys,
 )
 from whet.recipes.classify.classifier_report import classification_report
-from whet.training.callbacks import plain
-from whet.training.loss import computed_loss, evaluate_loss, total_weights
+from whet.training.callbacks import to_python
+from whet.training.loss import compute_loss, evaluate_loss, total_weights
 from whet.training.optim.lr_schedules import create_schedule
 from whet.training.optim.optimizers import create_optimizer
 from whet.training.settings import TrainSettings
@@ -83,7 +83,7 @@ class Classifier:
         self.tokenizer = tokenizer
         self.info = info
         self.settings = settings
-        self.labels = Labels(info.classes, multi_label=info.multi_label)
+        self.labels = ClassLabels(info.classes, multi_label=info.multi_label)
         self.objective = Classify(
             head.to(model.device),
             multi_label=info.multi_label,
@@ -164,7 +164,9 @@ class Classifier:
         settings = stored.settings(optim=optim, class_weights=weights, device=device, precision=precision)
         settings.require_total_steps(total_steps)
         torch_device = choose_device(settings.device)
-        model, tokenizer = load_body(name_or_path, dtype=_dtype(settings, torch_device), device=torch_device)
+        model, tokenizer = load_without_head(
+            name_or_path, dtype=_dtype(settings, torch_device), device=torch_device
+        )
         head, info = stored.head(settings)
         if precision is not None:
             info = replace(info, precision=settings.precision)
@@ -176,7 +178,7 @@ class Classifier:
         dtype = _dtype(settings, device)
         torch.manual_seed(settings.seed)
         if settings.method.kind == "qlora":
-            model = load_quantised(settings.base, dtype=dtype, device=device)
+            model = load_quantized(settings.base, dtype=dtype, device=device)
         else:
             model, _ = load_base(settings.base, dtype=dtype, device=device)
         trained_dtype = choose_precision(settings.precision, device).trained
@@ -185,7 +187,7 @@ class Classifier:
         size = model.head().weight.shape[1]
         head = ClassificationHead(size, len(info.classes), pooling=info.pooling, bias=info.bias)
         head.initialise(settings.seed)
-        return cls(model, tokenizer_of(settings.base), head, info, settings, total_steps=total_steps)
+        return cls(model, load_model_tokenizer(settings.base), head, info, settings, total_steps=total_steps)
 
     # --- training
     def train_step(self, text: ClassifierText, label: Any) -> dict[str, float]:  # Any: as in a Sample
@@ -331,14 +333,14 @@ class Classifier:
         """The `Trainer` that applies the updates, created on first use."""
         if self._trainer is None:
             section = self.settings.objective
-            if are_counted(section):
+            if are_class_weights_counted(section):
                 raise ConfigError(
                     f"class_weights: {section.class_weights} was computed from a run's training set, and the "
                     "weights are not stored with this classifier",
                     hint="pass a list with one weight per class to Classifier.load: class_weights=[...]",
                 )
             settings = self.settings
-            module = WithHeads(self.model, self.objective.head)
+            module = ModelWithHeads(self.model, self.objective.head)
             self._trainer = Trainer(
                 self.model,
                 self.objective,
@@ -436,8 +438,8 @@ class Classifier:
     ) -> tuple[float, Any]:  # Any: a ClassifierSample's; names of classes
         """Return the weighted loss of one sample and its predicted class, without computing a gradient."""
         [batch] = self.batches([self._example(text, label)])
-        with evaluating(self.model):
-            result = computed_loss(
+        with eval_mode(self.model):
+            result = compute_loss(
                 self.model, self.objective, batch.to(self.model.device), precision=self.precision
             )
         assert result.outputs is not None
@@ -445,7 +447,7 @@ class Classifier:
         [predicted] = self.choose(self._probabilities(logits))
         return result.sums["loss"].item(), predicted
 
-    def load_corpus(self, data: Spec | Path) -> list[ClassifierSample]:
+    def load_corpus(self, data: SourceSpec | Path) -> list[ClassifierSample]:
         """Read labeled records as samples for `train_batch`.
 
         Args:
@@ -467,7 +469,7 @@ class Classifier:
 
     def evaluate(
         self,
-        data: Spec | Path | Sequence[Mapping[str, Any]],  # Any: records are JSON objects
+        data: SourceSpec | Path | Sequence[Mapping[str, Any]],  # Any: records are JSON objects
     ) -> Report:
         """Return the classification report of labeled records, as `whet eval` shows it.
 
@@ -489,14 +491,14 @@ class Classifier:
         merge(self.model).requires_grad_(False)
         if self._trainer is not None:
             self._steps, self._trainer = self._trainer.state.step, None
-        self.settings = self.settings.for_head_only(WithHeads(self.model, self.objective.head))
+        self.settings = self.settings.for_head_only(ModelWithHeads(self.model, self.objective.head))
 
     def save(self, directory: str | Path) -> None:
         """Write the adapter or the full model, and the head, to a directory that `load` can read."""
         stored = StoredHead(self.objective.head, self.info)
-        if not are_counted(self.settings.objective):
+        if not are_class_weights_counted(self.settings.objective):
             stored = WeightedHead(self.objective.head, self.info, self.objective.class_weights.tolist())
-        if any(True for _ in adapted(self.model)):
+        if any(True for _ in named_adapters(self.model)):
             save_adapter(self.model, directory, tokenizer=self.tokenizer, classifier=stored)
         else:
             save(self.model, self.tokenizer, directory, classifier=stored)
@@ -519,7 +521,7 @@ class Classifier:
 
     def summary(self) -> str:
         """Return a human-readable description of the model, tokenizer, adapters, head and `counts`."""
-        head, layers = self.objective.head.score, list(adapted(self.model))
+        head, layers = self.objective.head.score, list(named_adapters(self.model))
         lora = [layer.settings for _, layer in layers if isinstance(layer, LoRALinear)]
         ranks = "/".join(map(str, sorted({settings.rank for settings in lora})))
         alphas = "/".join(f"{alpha:g}" for alpha in sorted({settings.alpha for settings in lora}))
@@ -563,19 +565,19 @@ class Classifier:
         return [self._example(*_text_and_label(sample)) for sample in samples]
 
     def _example(self, text: ClassifierText, label: Any) -> Example:  # Any: as in a Sample
-        value = plain(label)
+        value = to_python(label)
         key = "labels" if isinstance(value, list) else "label"
         return self._record_example(Record({"input": text, key: value}, "a sample"))
 
     def _record_example(self, record: Record) -> Example:
         text = record.fields.get("input")
         if text is not None and not isinstance(text, str):  # token ids; only the labels need the usual check
-            record = checked(Record({**record.fields, "input": ""}, record.origin), "classification")
+            record = validate_record(Record({**record.fields, "input": ""}, record.origin), "classification")
         else:
-            record = record if record.shape else checked(record, "classification")
+            record = record if record.record_format else validate_record(record, "classification")
             text = record.fields["input"]
         try:
-            return self._encode(text, self.labels.values(record.fields), record.origin)
+            return self._encode(text, self.labels.label_values(record.fields), record.origin)
         except DataError as error:
             prefix = "" if error.message.startswith(record.origin) else f"{record.origin}: "
             raise DataError(f"{prefix}{error.message}", hint=error.hint) from None
@@ -587,8 +589,8 @@ class Classifier:
             raise ConfigError("this model has no tokenizer", hint="pass token ids instead of texts")
         if isinstance(text, str):
             assert self._encoder is not None
-            rendering = Rendering(text, [(0, len(text))], True, False, origin, judged=True)
-            tokens = list(self._encoder.example(rendering).tokens[:-1])
+            rendering = Rendering(text, [(0, len(text))], True, False, origin, is_classification=True)
+            tokens = list(self._encoder.encode_one(rendering).tokens[:-1])
         else:
             tokens = self._validate_ids(text, origin)
         if not tokens:
@@ -630,7 +632,7 @@ def _text_and_label(sample: Any) -> ClassifierSample:  # Any: not validated yet
     )
 
 
-def _records(data: Spec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
+def _records(data: SourceSpec | Path | Sequence[Any]) -> list[Record]:  # Any: records are JSON objects
     data = str(data) if isinstance(data, Path) else data
     if not len(data):
         raise DataError("there are no records to evaluate")

@@ -7,24 +7,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from whet.config.load_config import load_config, make_config, to_dict
+from whet.config.load_config import load_config, to_dict, validate_config
 from whet.config.method import Method
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.optim import Optim
 from whet.config.run_config import RunConfig
 from whet.config.section import PrecisionName
 from whet.errors import ConfigError, ModelError
-from whet.model_io.checkpoint_weights import checkpoint_weights
+from whet.model_io.checkpoint_weights import read_checkpoint_weights
 from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
-    head_from,
+    build_head,
     is_classifier,
     read_class_weights,
     read_head,
 )
-from whet.model_io.resolve import at_home, usable_directory
-from whet.models.heads import HEADS, ClassificationHead, WithHeads
-from whet.run_directory import CONFIG_FILE, FINAL, run_of
+from whet.model_io.resolve import expand_user, local_model_directory
+from whet.models.heads import HEADS_PREFIX, ClassificationHead, ModelWithHeads
+from whet.run_directory import CONFIG_FILE, FINAL_DIRECTORY, run_directory_of
 from whet.storage import MANIFEST
 
 _ORIGIN = "Classifier.load"  # named in messages
@@ -88,14 +88,14 @@ class ClassifierSettings:
 
     def require_total_steps(self, total_steps: int | None) -> None:
         """Raise a ConfigError if the learning rate schedule needs the number of updates and it is missing."""
-        kinds = [part.kind for part in self.optim.parts if part.kind != "constant"]
+        kinds = [part.kind for part in self.optim.phases if part.kind != "constant"]
         if kinds and total_steps is None:
             raise ConfigError(
                 f"optim.schedule: {kinds[0]} needs the number of updates",
                 hint="pass total_steps to Classifier.load, or use schedule: constant (with a warmup)",
             )
 
-    def for_head_only(self, module: WithHeads) -> "ClassifierSettings":
+    def for_head_only(self, module: ModelWithHeads) -> "ClassifierSettings":
         """Return the settings without the learning rates of parameters that are no longer trainable.
 
         Args:
@@ -153,7 +153,7 @@ def _validated(
         "optim": {"schedule": "constant", **optim},
         "run": {"steps": 1, "batch_size": 1, **run},
     }
-    return ClassifierSettings.from_config(make_config(values, origin=_ORIGIN), base)
+    return ClassifierSettings.from_config(validate_config(values, origin=_ORIGIN), base)
 
 
 def _reject_run_only_keys(objective: Mapping[str, Any]) -> None:  # Any: as in a config
@@ -192,10 +192,10 @@ class StoredClassifier:
     @classmethod
     def find(cls, name_or_path: str | Path) -> "StoredClassifier":
         """Return the classifier of a name or path; raise a ModelError if that is not a classifier."""
-        path = at_home(name_or_path)
+        path = expand_user(name_or_path)
         if (path / MANIFEST).is_file():
             return cls(name_or_path, path, True)
-        directory = Path(usable_directory(name_or_path))
+        directory = Path(local_model_directory(name_or_path))
         if not is_classifier(directory):
             raise ModelError(
                 f"{name_or_path} is not a classifier",
@@ -207,12 +207,14 @@ class StoredClassifier:
     @property
     def run(self) -> Path:
         """The run directory, if the classifier belongs to a run."""
-        return run_of(self.directory) if self.is_checkpoint else self.directory.parent
+        return run_directory_of(self.directory) if self.is_checkpoint else self.directory.parent
 
     @property
     def belongs_to_run(self) -> bool:
         """Whether the classifier is part of a run with a config."""
-        return (self.run / CONFIG_FILE).is_file() and (self.is_checkpoint or self.directory.name == FINAL)
+        return (self.run / CONFIG_FILE).is_file() and (
+            self.is_checkpoint or self.directory.name == FINAL_DIRECTORY
+        )
 
     def settings(
         self,
@@ -264,7 +266,7 @@ class StoredClassifier:
 
     def _with_stored_weights(self, section: ClassifyObjective) -> ClassifyObjective:
         """Return the section with the class weights that are stored with the head, if there are any."""
-        directory = self.run / FINAL if self.is_checkpoint else self.directory
+        directory = self.run / FINAL_DIRECTORY if self.is_checkpoint else self.directory
         weights = read_class_weights(directory, section.names)
         return section if weights is None else section.model_copy(update={"class_weights": weights})
 
@@ -273,9 +275,11 @@ class StoredClassifier:
         if not self.is_checkpoint:
             stored = read_head(self.directory)
             return stored.head, stored.info
-        weights = checkpoint_weights(self.directory)
-        head_weights = {name.removeprefix(HEADS): t for name, t in weights.items() if name.startswith(HEADS)}
-        return head_from(head_weights, settings.info, self.directory), settings.info
+        weights = read_checkpoint_weights(self.directory)
+        head_weights = {
+            name.removeprefix(HEADS_PREFIX): t for name, t in weights.items() if name.startswith(HEADS_PREFIX)
+        }
+        return build_head(head_weights, settings.info, self.directory), settings.info
 
 
 def _with_constant_lr(config: RunConfig, optim: Mapping[str, Any] | None) -> RunConfig:  # Any: as in a config
@@ -285,4 +289,4 @@ def _with_constant_lr(config: RunConfig, optim: Mapping[str, Any] | None) -> Run
     if not optim:
         return config
     values = to_dict(config)
-    return make_config({**values, "optim": {**values["optim"], **optim}}, origin=_ORIGIN)
+    return validate_config({**values, "optim": {**values["optim"], **optim}}, origin=_ORIGIN)

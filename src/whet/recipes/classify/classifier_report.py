@@ -12,12 +12,18 @@ import torch
 
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.run_config import RunConfig
-from whet.data.class_balance import label_values, to_marks
+from whet.data.class_balance import label_values, to_boolean_targets
 from whet.data.run_data import RunData
-from whet.data.sources.splits import LEARNED
+from whet.data.sources.splits import TRAINING_SPLITS
 from whet.data.tokens.examples import StoredExamples
 from whet.errors import ConfigError, StorageError
-from whet.evaluation.classifier_metrics import Report, marked_report, sigmoid, single_report, softmax
+from whet.evaluation.classifier_metrics import (
+    Report,
+    multi_label_report,
+    sigmoid,
+    single_label_report,
+    softmax,
+)
 from whet.evaluation.linear_probe import LinearProbe
 from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
@@ -28,11 +34,11 @@ from whet.model_io.formats.classifier_head import (
 )
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify
-from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, mark_metrics
+from whet.objectives.confusion_matrix import confusion_matrix, confusion_metrics, multi_label_metrics
 from whet.recipes.classify.calibration import compute_outputs, fit_temperature
 from whet.recipes.classify.classifier_config import ClassifierSettings
 from whet.recipes.recipe import Build
-from whet.run_directory import CLASSIFICATION_FILE, FINAL, PROBE_FILE
+from whet.run_directory import CLASSIFICATION_FILE, FINAL_DIRECTORY, PROBE_FILE
 from whet.storage import read_json, replace_text
 from whet.training.callbacks import Injector, ModelCallback, RunView
 from whet.training.state import RunResult
@@ -73,9 +79,12 @@ def classification_report(
         return {"text": tokenizer.decode(example.tokens[:-1]), "origin": example.origin}
 
     if info.multi_label:
-        return {**marked_report(sigmoid(logits), labels, info.classes), "throughput": throughput}
+        return {**multi_label_report(sigmoid(logits), labels, info.classes), "throughput": throughput}
     classes = labels[:, 0].astype(np.int64)
-    return {**single_report(softmax(logits), classes, info.classes, show=show), "throughput": throughput}
+    return {
+        **single_label_report(softmax(logits), classes, info.classes, describe=show),
+        "throughput": throughput,
+    }
 
 
 class ClassificationReport:
@@ -101,16 +110,16 @@ class ClassificationReport:
         path = self.directory / PROBE_FILE
         if self.split is None or not self.section.probe:
             return None
-        if self.world.from_main(path.is_file()):
+        if self.world.broadcast(path.is_file()):
             return read_json(path)
         try:
             probe = LinearProbe()
         except ConfigError as error:
             log.warning("no linear probe: %s (%s)", error.message, error.hint)
             return None
-        train = [self._examples(split) for split in LEARNED if split in self.data.examples]
+        train = [self._examples(split) for split in TRAINING_SPLITS if split in self.data.examples]
         stride = -(-sum(map(len, train)) // PROBE_EXAMPLES)
-        subsets = [examples.only(np.arange(len(examples))[::stride]) for examples in train]
+        subsets = [examples.select(np.arange(len(examples))[::stride]) for examples in train]
         features = [
             (self._rows(examples, self.objective.features), self._hard_labels(examples))
             for examples in (*subsets, self._examples(self.split))
@@ -119,7 +128,7 @@ class ClassificationReport:
         x_eval, y_eval = features[-1]
         predictions = probe.fit(x, y).predict(x_eval)
         if self.section.multi_label:
-            scores = mark_metrics(y_eval, predictions)
+            scores = multi_label_metrics(y_eval, predictions)
         else:
             matrix = confusion_matrix(y_eval, predictions, len(self.info.classes))
             scores = {name: float(value) for name, value in confusion_metrics(matrix).items()}
@@ -141,7 +150,7 @@ class ClassificationReport:
 
     def _hard_labels(self, examples: StoredExamples) -> np.ndarray:
         labels = self._labels(examples)
-        return to_marks(labels) if self.section.multi_label else labels
+        return to_boolean_targets(labels) if self.section.multi_label else labels
 
     def _labels(self, examples: StoredExamples) -> np.ndarray:
         if self.section.multi_label:
@@ -154,7 +163,7 @@ class ClassificationReport:
         calibration = {"temperature": self._calibrate()} if self.section.calibrate else None
         weights = self.objective.class_weights.tolist()
         stored = WeightedHead(self.objective.head, self.info, weights, calibration)
-        if (reason := stored.unexportable(self.model)) is not None:
+        if (reason := stored.export_problem(self.model)) is not None:
             log.info("only whet can load this head: %s", reason)
         return stored
 
@@ -199,7 +208,7 @@ class ClassificationReport:
         except ConfigError as error:
             log.warning("no classification report: %s (%s)", error.message, error.hint)
             return {}
-        report |= {"split": self.split, "calibration": read_calibration(self.directory / FINAL)}
+        report |= {"split": self.split, "calibration": read_calibration(self.directory / FINAL_DIRECTORY)}
         if probe is not None:
             report["baselines"]["linear probe"] = probe
         try:
@@ -225,7 +234,7 @@ class ClassificationReportCallback(ModelCallback, Injector):
 
     def on_train_begin(self, run: RunView) -> None:
         """Fit the linear probe on the untrained model, or read the scores that the run has stored."""
-        if run.step == 0 or self.report.world.from_main((self.report.directory / PROBE_FILE).is_file()):
+        if run.step == 0 or self.report.world.broadcast((self.report.directory / PROBE_FILE).is_file()):
             self.probe = self.report.probe()
 
     def on_train_end(self, result: RunResult) -> None:

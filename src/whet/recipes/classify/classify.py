@@ -10,13 +10,13 @@ import numpy as np
 
 from whet.config.objectives.classify import ClassifyObjective
 from whet.data.class_balance import class_counts, describe_classes
-from whet.data.class_labels import Labels
+from whet.data.class_labels import ClassLabels
 from whet.data.run_data import Needs
-from whet.data.sources.splits import learned
+from whet.data.sources.splits import training_entries
 from whet.data.tokens.examples import StoredExamples
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
-from whet.objectives.classify import Classify, balanced_weights, mark_weights
+from whet.objectives.classify import Classify, balanced_weights, multi_label_weights
 from whet.recipes.classify.classifier_report import ClassificationReport, ClassificationReportCallback
 from whet.recipes.model_setup import save_language_model
 from whet.recipes.recipe import Build, ColumnShape, Recipe, StepShape
@@ -47,7 +47,7 @@ class ClassifyRecipe(Recipe[ClassifyObjective]):
 
     def objective(self, b: Build) -> Classify:
         """Return the objective with a new head and the class weights of the training records."""
-        train = None if b.is_plan else learned(b.data.examples)
+        train = None if b.is_plan else training_entries(b.data.examples)
         return build_classify(self.section, b.model, train, seed=self.config.run.seed)
 
     def callbacks(self, b: Build) -> list[Callback]:
@@ -73,9 +73,9 @@ class ClassifyRecipe(Recipe[ClassifyObjective]):
         return ClassificationReport(self.config, self.section, b, b.objective)
 
 
-def labels_of(section: ClassifyObjective) -> Labels:
+def labels_of(section: ClassifyObjective) -> ClassLabels:
     """Return the classes of an objective."""
-    return Labels(section.names, multi_label=section.multi_label)
+    return ClassLabels(section.names, multi_label=section.multi_label)
 
 
 def build_classify(
@@ -113,7 +113,7 @@ def _class_weights(section: ClassifyObjective, train: Sequence[StoredExamples]) 
         return kind
     if section.multi_label:
         weighting = cast(Literal["none", "inverse", "sqrt_inverse"], "none" if kind == "auto" else kind)
-        weights = mark_weights(counts, sum(map(len, train)), weighting)
+        weights = multi_label_weights(counts, sum(map(len, train)), weighting)
     else:
         ratio = counts.max() / max(1, counts.min())
         unbalanced = ratio > UNBALANCED and not section.oversample

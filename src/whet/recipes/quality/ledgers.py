@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.data.sources.readers import Content, SourceRow
+from whet.data.sources.readers import SourceContent, SourceRow
 from whet.errors import DataError, StorageError
 from whet.recipes.quality.synthetic_rows import AUX, CATEGORIES, NUMERICALS, OUTCOMES, quality
-from whet.storage import new_file
+from whet.storage import create_file_atomically
 
 DECISIONS, OUTCOMES_FILE = "quality_decisions.db", "quality_outcomes.db"
 KEY = "decision_group_id"
@@ -58,7 +58,7 @@ LEDGERS = (
 )
 
 
-def ledgers_content(directory: Path) -> Content:
+def ledgers_content(directory: Path) -> SourceContent:
     """Return the joined rows as tabular records.
 
     Categories and the outcome are one-hot, and milli-units are scaled to 0 .. 1.
@@ -70,7 +70,7 @@ def ledgers_content(directory: Path) -> Content:
             sha256.update(f"{row!r}\n".encode())
         return sha256.hexdigest()
 
-    return Content(rows=lambda: _records(directory), digest=digest)
+    return SourceContent(rows=lambda: _records(directory), digest=digest)
 
 
 def _records(directory: Path) -> Iterator[SourceRow]:
@@ -241,7 +241,7 @@ def create_ledgers(directory: Path, count: int) -> None:
             outcomes.append((key, outcome, *(round(value * MILLI) for value in aux)))
     for ledger, rows in zip(LEDGERS, (decisions, outcomes), strict=True):
         try:
-            with new_file(directory / ledger.file) as path:
+            with create_file_atomically(directory / ledger.file) as path:
                 _write(path, ledger, rows)
         except sqlite3.Error as error:
             raise StorageError(f"{directory / ledger.file} could not be written: {error}") from error

@@ -18,7 +18,7 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.data.packing import StepSettings
 from whet.data.run_data import SPLITS, EvaluationSplit
-from whet.data.sources.source import GivenRows, Source, Spec, open_source
+from whet.data.sources.source import GivenRows, Source, SourceSpec, open_source
 from whet.errors import ConfigError
 from whet.hardware import Precision, choose_device
 from whet.model_io.fingerprints import weights_digest
@@ -38,8 +38,15 @@ from whet.recipes.quality.tabular_model import (
 )
 from whet.recipes.quality.tkp1 import tkp1_records, write_tkp1
 from whet.recipes.recipe import Build, Evaluators, Recipe, RecipeData, describe_parameters
-from whet.run_directory import ARCH_FILE, CONFIG_FILE, FINAL, LOG_FILE, METRICS_FILE, PROVENANCE_FILE
-from whet.storage import append_text, new_directory, read_json, write_json, write_text
+from whet.run_directory import (
+    ARCH_FILE,
+    CONFIG_FILE,
+    FINAL_DIRECTORY,
+    LOG_FILE,
+    METRICS_FILE,
+    PROVENANCE_FILE,
+)
+from whet.storage import append_text, create_directory_atomically, read_json, write_json, write_text
 from whet.training.callbacks import Callback, Injector, Metrics
 from whet.training.loss import evaluate_loss
 from whet.training.optim.lr_schedules import create_schedule
@@ -50,7 +57,7 @@ log = logging.getLogger("whet")
 
 CHECKPOINT = "checkpoint.tkp1"
 _EVALUATION_BATCH_ROWS = 4096
-DRY = "dry_run"
+DRY_RUN_KEY = "dry_run"
 _DECIMALS = {
     "final_loss": 6,
     "time_elapsed_sec": 3,
@@ -76,7 +83,7 @@ class RowData:
         self.rows: dict[RowSplit, QualityRows] = {}
         self.examples: dict[str, Any] = {}  # Any: always empty; other objectives have tokenized examples here
 
-    def texts(self) -> Iterator[str]:
+    def training_texts(self) -> Iterator[str]:
         """Return an empty iterator, because rows are not text."""
         return iter(())
 
@@ -93,7 +100,7 @@ class RowData:
             if source.skipped.count:
                 log.warning("%s: %s", split, source.skipped.summary())
 
-    def check(self, _: TabularModel) -> None:
+    def check_model_limits(self, _: TabularModel) -> None:
         """Do nothing, because `prepare` checks the number of features and targets."""
 
     def digests(self) -> dict[str, str]:
@@ -112,7 +119,7 @@ class RowData:
         """Return the training steps."""
         return RowStream(self.rows["train"], self.steps, seed=self.config.run.seed)
 
-    def split(self, name: RowSplit, _: TabularModel) -> EvaluationSplit | None:
+    def evaluation_split(self, name: RowSplit, _: TabularModel) -> EvaluationSplit | None:
         """Return the batches of the split "valid" or "test", or None if the run does not have it."""
         if name not in self.rows:
             return None
@@ -198,7 +205,7 @@ def summary_fields(
         "time_elapsed_sec": seconds,
         "throughput_steps_per_sec": steps / seconds if seconds else math.nan,
         "last_router_entropy": entropy,
-        "checkpoint": str(directory / FINAL / CHECKPOINT),
+        "checkpoint": str(directory / FINAL_DIRECTORY / CHECKPOINT),
         "arch": str(directory / ARCH_FILE),
         "metrics_path": str(directory / METRICS_FILE),
         "arch_path": str(directory / ARCH_FILE),
@@ -219,7 +226,7 @@ def write_final(trainer: Trainer, directory: Path, *, seed: int) -> None:
     model = trainer.model
     assert isinstance(model, TabularModel)
     steps = trainer.total_steps or trainer.state.step
-    with new_directory(directory / FINAL) as staging:
+    with create_directory_atomically(directory / FINAL_DIRECTORY) as staging:
         save_quality(model, staging)
         write_tkp1(
             staging / CHECKPOINT,
@@ -230,7 +237,7 @@ def write_final(trainer: Trainer, directory: Path, *, seed: int) -> None:
         )
 
 
-def evaluate_quality(path: str | Path, data: Spec) -> Metrics:
+def evaluate_quality(path: str | Path, data: SourceSpec) -> Metrics:
     """Evaluate the model of a finished run on every row of a source.
 
     Args:
@@ -265,7 +272,7 @@ def _gluing_weight(path: Path) -> float:
     return objective.gluing if isinstance(objective, RegressionObjective) else 0.0
 
 
-def dry_run(
+def write_dry_run(
     config: RunConfig,
     collect_provenance: Callable[..., dict[str, Any]],  # Any: JSON values
 ) -> dict[str, Any]:  # Any: the fields of the summary line
@@ -298,7 +305,7 @@ def dry_run(
         "size": spec.size,
         "seed": run.seed,
         "steps": steps,
-        DRY: True,
+        DRY_RUN_KEY: True,
         "optimizer": optim.name,
         "momentum": optim.momentum,
     }
@@ -310,26 +317,28 @@ def dry_run(
         seconds=time.perf_counter() - started,
         entropy=math.nan,
     )
-    with new_directory(directory.resolve(), replace=replaces_dry_run) as staging:
+    with create_directory_atomically(directory.resolve(), replace=replaces_dry_run) as staging:
         write_text(staging / CONFIG_FILE, to_yaml(config))
         write_json(staging / ARCH_FILE, architecture(spec))
         device = choose_device(config.run.device)
         provenance = collect_provenance(
             data.digests(), "none: a dry run", device=device, start_date=date.today(), token_digests={}
         )
-        write_json(staging / PROVENANCE_FILE, {DRY: True, **provenance})
-        summary = {"summary": {DRY: True, **fields, "last_router_entropy": "nan"}}
+        write_json(staging / PROVENANCE_FILE, {DRY_RUN_KEY: True, **provenance})
+        summary = {"summary": {DRY_RUN_KEY: True, **fields, "last_router_entropy": "nan"}}
         append_text(staging / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in [*rows, summary]))
         write_text(staging / LOG_FILE, f"a dry run: {steps} steps, no model\n")
-        (staging / FINAL).mkdir()
-        write_json(staging / FINAL / ARCH_FILE, architecture(spec))
-        write_tkp1(staging / FINAL / CHECKPOINT, step=steps, config=checkpoint_config, count=0, records=())
+        (staging / FINAL_DIRECTORY).mkdir()
+        write_json(staging / FINAL_DIRECTORY / ARCH_FILE, architecture(spec))
+        write_tkp1(
+            staging / FINAL_DIRECTORY / CHECKPOINT, step=steps, config=checkpoint_config, count=0, records=()
+        )
     return fields
 
 
 def _is_dry_run(directory: Path) -> bool:
     path = directory / PROVENANCE_FILE
-    return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY) is True)
+    return not any(directory.iterdir()) or (path.is_file() and read_json(path).get(DRY_RUN_KEY) is True)
 
 
 def _dry_run_row(step: int, lr: float, spec: QualitySpec, *, started: float) -> Metrics:
@@ -343,7 +352,7 @@ def _dry_run_row(step: int, lr: float, spec: QualitySpec, *, started: float) -> 
         "lr": lr,
         "elapsed_s": elapsed_s,
         **quality_metrics(1 / step, elapsed_s, spec.size),
-        DRY: True,
+        DRY_RUN_KEY: True,
     }
     return row if spec.arm == "dense" else row | router_metrics
 
@@ -409,6 +418,6 @@ class QualityRecipe(Recipe[RegressionObjective]):
 
     def save_final(self, b: Build, trainer: Trainer, path: Path) -> None:
         """Write the model, and a TKP1 checkpoint for other tools."""
-        with b.world.abreast():
+        with b.world.sync_errors():
             if b.world.is_main:
                 write_final(trainer, b.directory, seed=self.config.run.seed)

@@ -88,9 +88,10 @@ def read_rows(source: Source, *, inputs: int, outputs: int) -> QualityRows:
     origins: list[str] = []
     keys: list[str] = []
     for number, record in enumerate(source, start=1):
-        if record.shape != "tabular":
+        if record.record_format != "tabular":
             raise DataError(
-                f"{record.origin}: this is a {record.shape} record, but the model reads tabular records",
+                f"{record.origin}: this is a {record.record_format} record, but the model reads tabular "
+                "records",
                 hint="a tabular record has features and target",
             )
         target = record.fields["target"]

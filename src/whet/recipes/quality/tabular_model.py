@@ -13,10 +13,10 @@ from torch import nn
 
 from whet.config.quality import Arm, Quality, Size
 from whet.errors import ConfigError, ModelError
-from whet.model_io.safetensors import SINGLE, TensorFiles, load_parameters
+from whet.model_io.safetensors import WEIGHTS_FILE, TensorFiles, load_parameters
 from whet.models.language_model import Trainable
 from whet.recipes.quality.padic_router import EXPERTS, IN_DIM, TOP_K, Padic, PadicRouter, PadicRouting
-from whet.run_directory import ARCH_FILE, FINAL
+from whet.run_directory import ARCH_FILE, FINAL_DIRECTORY
 from whet.storage import read_json, write_json, write_safetensors
 
 OUT_DIM = 20
@@ -226,15 +226,15 @@ def new_quality_model(spec: QualitySpec, *, seed: int) -> TabularModel:
 
 def save_quality(model: TabularModel, directory: Path) -> None:
     """Write model.safetensors and arch.json into an existing directory."""
-    write_safetensors(directory / SINGLE, dict(model.named_parameters()))
+    write_safetensors(directory / WEIGHTS_FILE, dict(model.named_parameters()))
     write_json(directory / ARCH_FILE, architecture(model.spec))
 
 
 def load_quality(path: str | Path, *, device: str | torch.device = "cpu") -> TabularModel:
     """Load the model of a run, or of its `final/`, in evaluation mode."""
     directory = Path(path)
-    if (directory / FINAL).is_dir():
-        directory /= FINAL
+    if (directory / FINAL_DIRECTORY).is_dir():
+        directory /= FINAL_DIRECTORY
     spec = read_spec(directory / ARCH_FILE)
     files = TensorFiles(directory)
     with torch.device("meta"):
@@ -246,7 +246,7 @@ def load_quality(path: str | Path, *, device: str | torch.device = "cpu") -> Tab
         names=names,
         transposed=set(),
         ignored=set(),
-        dtype=next((files.described(name).dtype for name in files), torch.float32),
+        dtype=next((files.meta_tensor(name).dtype for name in files), torch.float32),
         device=torch.device(device),
     )
     model.name = str(directory)

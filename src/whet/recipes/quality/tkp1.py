@@ -21,7 +21,7 @@ import torch
 
 from whet.errors import CheckpointError
 from whet.recipes.quality.tabular_model import TabularModel
-from whet.storage import Written, write_chunks
+from whet.storage import FileRecord, write_chunks
 
 MAGIC, VERSION = b"TKP1", 1
 _HEADER = struct.Struct("<4sIIII")
@@ -52,7 +52,7 @@ class Tkp1:
 
 def write_tkp1(
     path: Path, *, step: int, config: Mapping[str, Any], count: int, records: Iterable[Tkp1Record]
-) -> Written:
+) -> FileRecord:
     """Write a TKP1 checkpoint, one record at a time.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from whet.config.metric_direction import falls
+from whet.config.metric_direction import lower_is_better
 from whet.errors import ConfigError
 from whet.reporting.charts import CHARTS_STYLE, NOT_DRAWN, TRAINING, chart_grid
 from whet.reporting.compare.compare_text import (
@@ -48,7 +48,7 @@ def write_comparison(comparison: RunComparison, path: str | Path) -> Path:
 def comparison_page(comparison: RunComparison) -> str:
     """Return the page as HTML; equal run files give equal pages."""
     sections = [f"<section id='{name}'>{html}</section>" for name, html in _sections(comparison)]
-    direction = "lower" if falls(comparison.metric) else "higher"
+    direction = "lower" if lower_is_better(comparison.metric) else "higher"
     count = f"{len(comparison.runs):,} in {len(comparison.groups):,} groups"
     facts = [
         ("metric", f"{comparison.metric.replace('_', ' ')}, {direction} is better"),
@@ -117,7 +117,7 @@ def _drawn_groups(comparison: RunComparison) -> list[RunGroup]:
     """Return at most as many groups as there are colors: the first one and the best ones."""
     if len(comparison.groups) <= len(COLORS):
         return comparison.groups
-    sign = 1 if falls(comparison.metric) else -1
+    sign = 1 if lower_is_better(comparison.metric) else -1
     ranked = [
         (sign * scores.mean, n)
         for n, g in enumerate(comparison.groups)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from whet.config.metric_direction import falls
-from whet.data.inspect.token_text import visible
+from whet.config.metric_direction import lower_is_better
+from whet.data.inspect.token_text import to_visible_text
 from whet.reporting.formatting import format_number
 from whet.studies.compare_runs import GroupDifference, RunComparison, SeedScores, setting_text
 
@@ -16,7 +16,7 @@ STATISTICS = ("group", "runs", "mean", "std", "95% interval", "difference", "Hed
 def comparison_text(comparison: RunComparison) -> str:
     """Return tables of the compared metric, the other metrics and the config differences."""
     parts = [
-        f"{comparison.metric}, {'lower' if falls(comparison.metric) else 'higher'} is better",
+        f"{comparison.metric}, {'lower' if lower_is_better(comparison.metric) else 'higher'} is better",
         _statistics(comparison),
     ]
     if verdict := best_text(comparison):
@@ -33,7 +33,7 @@ def comparison_text(comparison: RunComparison) -> str:
         rows = [("config", *names)]
         rows += [(key, *map(_truncate, values)) for key, values in comparison.differences.items()]
         parts.append(_columns(list(zip(*rows, strict=True)) if transposed else rows))
-    parts += [f"note: {visible(note)}" for note in comparison.notes]
+    parts += [f"note: {to_visible_text(note)}" for note in comparison.notes]
     return "\n\n".join(parts)
 
 
@@ -98,7 +98,7 @@ def best_index(comparison: RunComparison) -> int | None:
     }
     if len(set(means.values())) < 2:
         return None
-    return (min if falls(comparison.metric) else max)(means, key=means.__getitem__)
+    return (min if lower_is_better(comparison.metric) else max)(means, key=means.__getitem__)
 
 
 def best_text(comparison: RunComparison) -> str:
@@ -128,7 +128,7 @@ def _truncate(value: object) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:
-    cells = [[visible(cell) for cell in row] for row in rows]
+    cells = [[to_visible_text(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     return "\n".join(
         "  ".join(

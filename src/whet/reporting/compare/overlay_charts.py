@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.reporting.charts import TRAINING, element_id, figure_element, finish_axes
 from whet.reporting.html_page import html_text
 from whet.reporting.svg import BLUE, COLORS, figure_style, svg
-from whet.runs.metric_series import Series, smoothed, thinned
+from whet.runs.metric_series import Series, downsample, smooth
 from whet.studies.compare_runs import RunComparison, RunGroup, curves_of, setting_name
 
 _LARGE, _SMALL = (8.6, 3.0), (3.2, 2.0)  # inches
@@ -35,7 +35,7 @@ def _series(metric: Any, name: str) -> Series:  # Any: a Metric
     """Return the evaluation series if there is one, else the training series, smoothed if it is noisy."""
     if metric.evaluation.values:
         return metric.evaluation
-    average = smoothed(metric.train.values) if name in _SMOOTH else None
+    average = smooth(metric.train.values) if name in _SMOOTH else None
     return Series(metric.train.steps, average) if average else metric.train
 
 
@@ -49,7 +49,7 @@ def _overlay(name: str, lines: Sequence[Sequence[Series]], *, size: tuple[float,
                 is_single = len(group) == 1
                 marker = "o" if len(series.values) <= 40 and size == _LARGE else None
                 axes.plot(
-                    *thinned(series.steps, series.values),
+                    *downsample(series.steps, series.values),
                     color=color,
                     linewidth=1.5 if is_single else 0.8,
                     alpha=1.0 if is_single else 0.4,
@@ -57,9 +57,9 @@ def _overlay(name: str, lines: Sequence[Sequence[Series]], *, size: tuple[float,
                     markersize=3,
                 )
             if len(group) > 1 and (average := _mean_series(group)).values:
-                axes.plot(*thinned(average.steps, average.values), color=color, linewidth=1.8)
+                axes.plot(*downsample(average.steps, average.values), color=color, linewidth=1.8)
         finish_axes(axes, [value for group in lines for series in group for value in series.values])
-        label = escape(visible(f"{title} of the runs over their steps"), quote=True)
+        label = escape(to_visible_text(f"{title} of the runs over their steps"), quote=True)
         picture = svg(figure, name=element_id(name), label=label)
     return figure_element(element_id(name), picture, f"<b>{html_text(title)}</b>")
 
@@ -85,7 +85,7 @@ def interval_chart(comparison: RunComparison) -> str:
                     scores.values, [index] * len(scores.values), "o", color=color, markersize=3, alpha=0.5
                 )
             axes.plot([scores.mean], [index], "o", color=color, markersize=6)
-        axes.set_yticks(range(len(shown)), [visible(group.name) for group, _ in shown])
+        axes.set_yticks(range(len(shown)), [to_visible_text(group.name) for group, _ in shown])
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(comparison.metric.replace("_", " "))
@@ -121,19 +121,21 @@ def _swept_chart(key: str, metric: str, lines: Mapping[str, Sequence[tuple[float
             axes.plot(*zip(*points, strict=True), "o", color=color, markersize=3.5, alpha=0.6)
             means = sorted((value, scores.mean) for value, group in line if (scores := group.scores(metric)))
             if draw_lines:
-                axes.plot(*zip(*means, strict=True), color=color, linewidth=1.5, label=visible(name) or None)
+                axes.plot(
+                    *zip(*means, strict=True), color=color, linewidth=1.5, label=to_visible_text(name) or None
+                )
         axes.grid(visible=True)
         settings = [value for line in lines.values() for value, _ in line]
         if min(settings) > 0 and max(settings) / min(settings) >= _LOG_RATIO:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
-        axes.set_xlabel(visible(key))
-        axes.set_ylabel(visible(metric.replace("_", " ")))
+        axes.set_xlabel(to_visible_text(key))
+        axes.set_ylabel(to_visible_text(metric.replace("_", " ")))
         if draw_lines and len(lines) > 1:
             axes.legend(loc="best", fontsize=8)
         name = f"swept-{element_id(key)}"
-        picture = svg(figure, name=name, label=escape(visible(f"{metric} over {key}"), quote=True))
+        picture = svg(figure, name=name, label=escape(to_visible_text(f"{metric} over {key}"), quote=True))
     return figure_element(
         name, picture, f"<b>{html_text(metric.replace('_', ' '))} over {html_text(key)}</b>"
     )

@@ -5,8 +5,8 @@ from html import escape
 
 from whet.data.inspect.data_facts import Bin, DataView, Sample, SplitFacts
 from whet.data.inspect.problems import Problem
-from whet.data.inspect.step_facts import DrawnRow
-from whet.data.inspect.token_text import Piece, visible
+from whet.data.inspect.step_facts import DisplayedRow
+from whet.data.inspect.token_text import Piece, to_visible_text
 from whet.reporting.data.data_wording import model_line, sample_title, split_rows, step_rows, tokenizer_rows
 from whet.reporting.html_page import html_lines, html_page, html_table, html_text
 
@@ -62,7 +62,7 @@ def _problem(problem: Problem) -> str:
     hint = f" <span class='quiet'>{html_text(problem.hint)}</span>" if problem.hint else ""
     items = "".join(f"<li>{html_text(detail)}</li>" for detail in problem.details)
     return (
-        f"<p><b>{'error' if problem.stops else 'warning'}</b> {html_text(problem.message)}.{hint}</p>"
+        f"<p><b>{'error' if problem.is_fatal else 'warning'}</b> {html_text(problem.message)}.{hint}</p>"
         f"{f'<ul>{items}</ul>' if items else ''}"
     )
 
@@ -96,7 +96,11 @@ def _bars(bins: Sequence[Bin]) -> str:
 
 
 def _sample(sample: Sample) -> str:
-    more = f"<span class='more'>… {sample.left_out:,} more tokens …</span>" if sample.left_out else ""
+    more = (
+        f"<span class='more'>… {sample.omitted_tokens:,} more tokens …</span>"
+        if sample.omitted_tokens
+        else ""
+    )
     pieces = f"{''.join(map(_piece, sample.head))}{more}{''.join(map(_piece, sample.tail))}"
     return f"<h3>{html_text(sample_title(sample))}</h3><pre class='tokens'>{pieces}</pre>"
 
@@ -116,20 +120,24 @@ def _micro_batch(view: DataView) -> Iterable[str]:
         "<h2>First micro-batch</h2><p class='legend'><span><i class='supervised'></i>supervised</span>"
         "<span><i class='context'></i>context</span><span><i class='padding'></i>padding</span></p>"
     )
-    width = max(sum(d.length for d in row.documents) + row.padding for row in plan.drawn)
-    yield from (_row(row, width) for row in plan.drawn)
-    more = f"; {plan.rows - len(plan.drawn):,} more rows are not drawn" if plan.rows > len(plan.drawn) else ""
+    width = max(sum(d.length for d in row.documents) + row.padding for row in plan.displayed_rows)
+    yield from (_row(row, width) for row in plan.displayed_rows)
+    more = (
+        f"; {plan.rows - len(plan.displayed_rows):,} more rows are not drawn"
+        if plan.rows > len(plan.displayed_rows)
+        else ""
+    )
     yield f"<p class='quiet'>{width:,} positions wide; one block per example{more}</p>"
 
 
-def _row(row: DrawnRow, width: int) -> str:
+def _row(row: DisplayedRow, width: int) -> str:
     blocks = []
     for document in row.documents:
         spans = "".join(
             f"<i class='{'supervised' if supervised else 'context'}' style='flex:{length}'></i>"
-            for length, supervised in document.stretches
+            for length, supervised in document.runs
         )
-        title = escape(f"{visible(document.origin)}: {document.length:,} positions", quote=True)
+        title = escape(f"{to_visible_text(document.origin)}: {document.length:,} positions", quote=True)
         size = _share(document.length, width)
         blocks.append(f"<span style='width:{size}' title='{title}'>{spans}</span>")
     if row.padding:

@@ -7,8 +7,8 @@ from rich.text import Text
 
 from whet.data.inspect.data_facts import Bin, DataView, Sample, SplitFacts
 from whet.data.inspect.problems import Problem
-from whet.data.inspect.step_facts import DrawnRow
-from whet.data.inspect.token_text import Piece, visible
+from whet.data.inspect.step_facts import DisplayedRow
+from whet.data.inspect.token_text import Piece, to_visible_text
 from whet.reporting.data.data_wording import model_line, sample_title, split_rows, step_rows, tokenizer_rows
 
 _SUPERVISED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "dim", "magenta", "dim red"
@@ -43,7 +43,7 @@ class DataText:
             self._samples(view)
         if view.steps is not None:
             self._title("first micro-batch")
-            self._micro_batch(view.steps.drawn, view.steps.rows)
+            self._micro_batch(view.steps.displayed_rows, view.steps.rows)
 
     def show_plan(self, view: DataView) -> None:
         """Print the summary for a dry run: the model, the sizes of the splits and the steps."""
@@ -56,7 +56,7 @@ class DataText:
         """Print the problems, each with all affected records (`every_record`) or the first few."""
         self._title(f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "no problems")
         for problem in problems:
-            self._line(f"  {'error' if problem.stops else 'warning'}: {problem.message}", style="bold red")
+            self._line(f"  {'error' if problem.is_fatal else 'warning'}: {problem.message}", style="bold red")
             if problem.hint:
                 self._line(f"    hint: {problem.hint}")
             shown = problem.details if every_record else problem.details[:_MAX_DETAILS]
@@ -79,8 +79,8 @@ class DataText:
         self._line("")
         self._line(f"  {split.name}, {sample_title(sample)}")
         text = self._pieces(sample.head)
-        if sample.left_out:
-            text.append(f"\n… {sample.left_out:,} more tokens …\n", style="italic")
+        if sample.omitted_tokens:
+            text.append(f"\n… {sample.omitted_tokens:,} more tokens …\n", style="italic")
             text.append_text(self._pieces(sample.tail))
         for line in text.split("\n", allow_blank=False):
             self._console.print(Text("    ").append_text(line))
@@ -94,7 +94,7 @@ class DataText:
             text.append(piece.text, style=_style(piece))
         return _close_bracket(text) if self._plain and in_supervised else text
 
-    def _micro_batch(self, rows: Sequence[DrawnRow], count: int) -> None:
+    def _micro_batch(self, rows: Sequence[DisplayedRow], count: int) -> None:
         width = max(sum(d.length for d in row.documents) + row.padding for row in rows)
         scale = max(1.0, width / _ROW)
         legend = Text("  ").append("█", style=_SUPERVISED).append(" supervised  ").append("░", style=_CONTEXT)
@@ -114,7 +114,7 @@ class DataText:
             self._line(f"  {name:<13}  {value}")
 
     def _line(self, text: str, *, style: str = "") -> None:
-        self._console.print(Text(visible(text), style=style))
+        self._console.print(Text(to_visible_text(text), style=style))
 
 
 def _close_bracket(text: Text) -> Text:
@@ -140,11 +140,11 @@ def _bars(bins: Sequence[Bin]) -> Iterator[str]:
         yield f"  {label:>{max(map(len, labels))}}  {bar} {each.count:,}"
 
 
-def _draw_row(row: DrawnRow, scale: float) -> Text:
+def _draw_row(row: DisplayedRow, scale: float) -> Text:
     """Return a row drawn to scale; every span gets at least one column, so that no example disappears."""
     text = Text("  ")
     for document in row.documents:
-        for length, supervised in document.stretches:
+        for length, supervised in document.runs:
             columns = max(1, round(length / scale))
             text.append(("█" if supervised else "░") * columns, style=_SUPERVISED if supervised else _CONTEXT)
         text.append("│")

@@ -1,7 +1,7 @@
 """The wording of data facts, shared by the text and the HTML view."""
 
 from whet.config.preset import Preset
-from whet.data.inspect.data_facts import SHAPES_COUNTED, DataView, Sample, SplitFacts
+from whet.data.inspect.data_facts import MAX_COUNTED_FORMATS, DataView, Sample, SplitFacts
 from whet.data.inspect.step_facts import StepFacts
 
 WordingRows = list[tuple[str, str]]
@@ -40,11 +40,11 @@ def tokenizer_rows(view: DataView) -> WordingRows:
 def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
     """Return rows for counts, lengths, truncation and duplicates; the first three are the sizes."""
     bad = f", and {split.skipped:,} bad" if split.skipped else ""
-    supervised = "" if split.is_judged else f", {split.supervised / split.tokens:.1%} supervised"
+    supervised = "" if split.is_classification else f", {split.supervised / split.tokens:.1%} supervised"
     shortest, median, p95, longest = split.lengths
-    too_long = [f"{count:,} {action}" for action, count in split.cut.items() if count]
-    if split.refused:
-        too_long.append(f"{split.refused:,} rejected")
+    too_long = [f"{count:,} {action}" for action, count in split.shortened.items() if count]
+    if split.too_long_count:
+        too_long.append(f"{split.too_long_count:,} rejected")
     rows = [
         ("pairs" if split.pairs else "records", f"{split.records:,}{bad} ({_shapes(split, view)})"),
         (
@@ -62,12 +62,12 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
     if split.classes:
         rows.append(("classes", split.classes))
     rows += [
-        (f"also in {each.learned}", _duplicates(each.twins.count, each.twins.pair))
+        (f"also in {each.training_split}", _duplicates(each.duplicates.count, each.duplicates.pair))
         for each in view.overlaps
-        if each.held == split.name
+        if each.held_out_split == split.name
     ]
     if view.tokenizer is not None:
-        rows += _end_token_rows(split, view.tokenizer.ends)
+        rows += _end_token_rows(split, view.tokenizer.end_tokens)
         if "BOS" in view.tokenizer.special:
             rows.append(("double BOS", f"{split.doubled_bos:,}" if split.doubled_bos else "none"))
     return rows
@@ -75,17 +75,19 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
 
 def sample_title(sample: Sample) -> str:
     """Return a sample's origin, kind and length."""
-    details = "".join(f", {each}" for each in (sample.kind, sample.place) if each)
+    details = "".join(f", {each}" for each in (sample.kind, sample.token_range) if each)
     supervised = f", {sample.supervised:,} supervised" if sample.supervised else ""
     return f"{sample.origin}{details}: {sample.tokens:,} tokens{supervised}"
 
 
 def _shapes(split: SplitFacts, view: DataView) -> str:
-    descriptions = {shape: f"{shape}, {_rendering(shape, view)}" for shape in split.shapes}
+    descriptions = {shape: f"{shape}, {_rendering(shape, view)}" for shape in split.record_formats}
     if len(descriptions) == 1:
         return next(iter(descriptions.values()))
-    counted = "; ".join(f"{count:,} {descriptions[shape]}" for shape, count in split.shapes.items())
-    return f"{counted}; of the first {SHAPES_COUNTED:,}" if split.records > SHAPES_COUNTED else counted
+    counted = "; ".join(f"{count:,} {descriptions[shape]}" for shape, count in split.record_formats.items())
+    return (
+        f"{counted}; of the first {MAX_COUNTED_FORMATS:,}" if split.records > MAX_COUNTED_FORMATS else counted
+    )
 
 
 def _rendering(shape: str, view: DataView) -> str:
@@ -97,11 +99,15 @@ def _rendering(shape: str, view: DataView) -> str:
 def _end_token_rows(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
     if not ends:
         return [("end token", "none: the tokenizer has no end-of-sequence token")]
-    if split.is_judged:
+    if split.is_classification:
         return []
     unit = "completions" if split.pairs else "examples"
     return [
-        ("end token", f"{' or '.join(ends)} is supervised in {split.ended:,} of {split.examples:,} {unit}")
+        (
+            "end token",
+            f"{' or '.join(ends)} is supervised in {split.with_supervised_end:,} of {split.examples:,} "
+            f"{unit}",
+        )
     ]
 
 
@@ -128,24 +134,24 @@ def step_rows(view: DataView) -> WordingRows:
     padding = f"{1 - plan.efficiency:.1%} of the positions" if plan.efficiency < 1 else "none"
     rows = [
         ("steps", f"{plan.steps:,} of at most {limit}: {passes} epoch{'s' * (passes != '1')}"),
-        ("epoch", f"{plan.in_epoch:,} step{'s' * (plan.in_epoch != 1)}"),
-        ("per step", f"{plan.examples_a_step:,.1f} {unit}, {plan.tokens_a_step:,.1f} tokens on average"),
+        ("epoch", f"{plan.steps_per_epoch:,} step{'s' * (plan.steps_per_epoch != 1)}"),
+        ("per step", f"{plan.examples_per_step:,.1f} {unit}, {plan.tokens_per_step:,.1f} tokens on average"),
         ("total", f"about {plan.tokens:,} tokens"),
         ("micro-batches", f"{plan.micro_batches:,.1f} per step, of at most {plan.micro_tokens:,} tokens"),
         ("packing", _packing(plan) if view.config.data.pack else "off"),
         ("padding", padding),
     ]
     if view.held_out:
-        remaining = f"; remaining: {view.classes_left}" if view.classes_left else ""
+        remaining = f"; remaining: {view.remaining_classes}" if view.remaining_classes else ""
         rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation{remaining}"))
-    if plan.measured < plan.in_epoch:
+    if plan.measured < plan.steps_per_epoch:
         rows.append(("", f"packing and padding were measured on the first {plan.measured:,} steps"))
-    if plan.staged:
+    if plan.has_curriculum:
         rows.append(("", "measured without data.curriculum, which changes the contents of the steps"))
     return rows
 
 
 def _packing(plan: StepFacts) -> str:
-    tokens = plan.filled * plan.micro_tokens
-    capacity = f"{plan.filled:.1%} of its limit; unused capacity costs nothing"
+    tokens = plan.micro_batch_fill * plan.micro_tokens
+    capacity = f"{plan.micro_batch_fill:.1%} of its limit; unused capacity costs nothing"
     return f"{tokens:,.0f} tokens per micro-batch ({capacity})"

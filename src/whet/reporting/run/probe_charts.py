@@ -5,12 +5,12 @@ from html import escape
 
 import numpy as np
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.reporting.charts import chart, chart_grid, element_id, figure_element, finish_axes
 from whet.reporting.html_page import html_text
 from whet.reporting.svg import COLORS, figure_style, svg
 from whet.runs.metric_series import Metric, as_number
-from whet.runs.run_files import Values
+from whet.runs.run_files import JsonObject
 
 PREFIX, LAYERS = "exp_", "_layer"
 _MAX_LINES = 6  # more layers become a heat map
@@ -36,13 +36,16 @@ _TITLES = {
 }
 
 
-def probe_section(rows: Sequence[Values], metrics: dict[str, Metric]) -> str | None:
+def probe_section(rows: Sequence[JsonObject], metrics: dict[str, Metric]) -> str | None:
     """Return the charts of all probes as HTML, or None for a run without probes."""
     layered = [picture for name in _layered_metrics(rows) if (picture := _layers_chart(name, rows))]
     scalars = [
         chart(name, probe_title(name), metric)
         for name, metric in metrics.items()
-        if name.startswith(PREFIX) and name not in _NOT_DRAWN and metric.drawable and any(metric.train.values)
+        if name.startswith(PREFIX)
+        and name not in _NOT_DRAWN
+        and metric.has_points
+        and any(metric.train.values)
     ]
     if not layered and not scalars:
         return None
@@ -63,7 +66,7 @@ def probe_title(name: str) -> str:
     return key.replace("_", " ")
 
 
-def _layered_metrics(rows: Sequence[Values]) -> list[str]:
+def _layered_metrics(rows: Sequence[JsonObject]) -> list[str]:
     return list(
         dict.fromkeys(
             name
@@ -74,7 +77,7 @@ def _layered_metrics(rows: Sequence[Values]) -> list[str]:
     )
 
 
-def _layers_chart(name: str, rows: Sequence[Values]) -> str:
+def _layers_chart(name: str, rows: Sequence[JsonObject]) -> str:
     """Return the chart of a layered metric over steps, or an empty string if it has no finite values."""
     steps, table = _table(name, rows)
     if not steps or not np.isfinite(table).any():
@@ -110,12 +113,12 @@ def _layers_chart(name: str, rows: Sequence[Values]) -> str:
             if logarithmic:
                 bar.ax.yaxis.set_major_formatter("{x:g}")
                 bar.ax.yaxis.set_minor_formatter("")
-        label = escape(visible(f"{title} over the steps of the run"), quote=True)
+        label = escape(to_visible_text(f"{title} over the steps of the run"), quote=True)
         picture = svg(figure, name=key, label=label)
     return figure_element(key, picture, f"<b>{html_text(title)}</b>")
 
 
-def _table(name: str, rows: Sequence[Values]) -> tuple[list[int], np.ndarray]:
+def _table(name: str, rows: Sequence[JsonObject]) -> tuple[list[int], np.ndarray]:
     """Return steps and values [steps, layers]; missing and non-finite values are NaN and not drawn."""
     entries = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), list)]
     if not entries:

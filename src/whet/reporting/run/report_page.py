@@ -7,7 +7,7 @@ from pathlib import Path
 
 from whet.config.load_config import load_config
 from whet.errors import WhetError
-from whet.hardware import chip_called
+from whet.hardware import chip_by_driver_name
 from whet.planning.plan import plan_run
 from whet.reporting.charts import (
     CHARTS_STYLE,
@@ -26,8 +26,8 @@ from whet.reporting.svg import figure_style, svg
 from whet.reporting.text.classifier_text import ERRORS, SCORES, classification_figure
 from whet.reporting.text.plan_text import plan_json
 from whet.run_directory import CONFIG_FILE, REPORT_PAGE
-from whet.runs.metric_series import as_number, metrics_of
-from whet.runs.run_files import RunFiles, Values, read_run, section
+from whet.runs.metric_series import as_number, metrics_by_name
+from whet.runs.run_files import JsonObject, RunFiles, nested_object, read_run
 from whet.storage import replace_text
 
 _STYLE = (
@@ -68,7 +68,7 @@ def report_page(run: RunFiles) -> str:
     content = dict(_sections(run))
     sections = [f"<section id='{name}'>{html}</section>" for name, html in content.items()]
     links = "".join(f"<a href='#{name}'>{name}</a>" for name in content)
-    status_class = " finished" if run.finished else ""
+    status_class = " finished" if run.is_finished else ""
     heading = (
         f"<h1>{html_text(run.name)}</h1><p class='status{status_class}'>{html_text(run.status)}</p>"
         f"{_tiles(run)}{html_table(facts(run))}<nav>{links}</nav>"
@@ -82,7 +82,7 @@ def report_page(run: RunFiles) -> str:
 
 
 def _sections(run: RunFiles) -> Iterator[tuple[str, str]]:
-    metrics = metrics_of(run.rows)
+    metrics = metrics_by_name(run.rows)
     loss, training = loss_charts(metrics), training_charts(metrics, planned_gib=planned_gib(run))
     if loss or training:
         yield "curves", f"<h2>Curves</h2>{''.join(loss)}{chart_grid(training)}{_planned_memory(run)}"
@@ -117,7 +117,7 @@ def _tiles(run: RunFiles) -> str:
 
 def _planned_memory(run: RunFiles) -> str:
     """Return a table of the plan's memory components, each at its peak."""
-    parts = section(run.plan, "bytes")
+    parts = nested_object(run.plan, "bytes")
     rows = [
         (name.replace("_", " "), f"{number / 2**30:,.3g} GiB")
         for name, value in parts.items()
@@ -143,9 +143,9 @@ def _classification(run: RunFiles) -> str | None:
     return table + figure_element("classification-plots", picture, "")
 
 
-def _scores(report: Values) -> str:
+def _scores(report: JsonObject) -> str:
     """Return tables of the scores next to those of the baselines, and of the other metrics."""
-    baselines: dict[str, Values] = {"this model": report, **report["baselines"]}
+    baselines: dict[str, JsonObject] = {"this model": report, **report["baselines"]}
     compared = [name for name in SCORES if any(name in scores for scores in report["baselines"].values())]
     head = "".join(f"<th>{html_text(name.replace('_', ' '))}</th>" for name in compared)
     lines = "".join(
@@ -173,33 +173,33 @@ def _score(value: object) -> str:
 def _commands(run: RunFiles) -> str:
     reproduce = "\n".join(reproduce_commands(run))
     use = "\n".join(use_commands(run))
-    heading = "Use the model" if run.finished else "Resume"
+    heading = "Use the model" if run.is_finished else "Resume"
     return (
         f"<h3>Reproduce</h3><pre>{html_lines(reproduce)}</pre><h3>{heading}</h3><pre>{html_lines(use)}</pre>"
     )
 
 
-def _provenance_rows(provenance: Values) -> Iterator[tuple[str, str]]:
+def _provenance_rows(provenance: JsonObject) -> Iterator[tuple[str, str]]:
     for part in ("machine", "versions"):
-        yield from ((name, str(value)) for name, value in section(provenance, part).items())
+        yield from ((name, str(value)) for name, value in nested_object(provenance, part).items())
     titles = {"git_commit": "git commit", "base": "base model weights, SHA-256"}
     hashed = {"data_sha256": "data", "tokens_sha256": "tokens"}
     for name, value in provenance.items():
         if name in hashed:
-            for split, digest in section(provenance, name).items():
+            for split, digest in nested_object(provenance, name).items():
                 yield f"{hashed[name]}.{split}, SHA-256", str(digest)
         elif name not in ("machine", "versions"):
             text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
             yield titles.get(name, name), text
 
 
-def plan_of(run: RunFiles) -> Values:
+def plan_of(run: RunFiles) -> JsonObject:
     """Plan the run's config for the device it ran on; empty if it cannot be planned.
 
     Only the device is read from the run, none of its measurements.
     """
-    kind, _, name = str(section(run.provenance, "machine").get("device", "")).partition(": ")
-    chip = chip_called(name) if kind == "cuda" else None
+    kind, _, name = str(nested_object(run.provenance, "machine").get("device", "")).partition(": ")
+    chip = chip_by_driver_name(name) if kind == "cuda" else None
     if chip is None and kind != "cpu":
         return {}
     device = "cpu" if chip is None else chip.name

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.reporting.charts import figure_element
 from whet.reporting.html_page import html_text
 from whet.reporting.svg import figure_style, svg
 from whet.runs.metric_series import as_number
-from whet.runs.run_files import Values
+from whet.runs.run_files import JsonObject
 
 MAX_LAYERS = 8
 _MAX_COLUMNS = 240  # columns of a heat map; longer runs are averaged over neighboring steps
 _COLUMNS = 2  # panels per row
 
 
-def router_section(rows: Sequence[Values]) -> str | None:
+def router_section(rows: Sequence[JsonObject]) -> str | None:
     """Return the heat maps with their caption as HTML, or None for a run without experts."""
     steps, shares, names = _shares(rows)
     if not steps:
@@ -33,7 +33,7 @@ def router_section(rows: Sequence[Values]) -> str | None:
     return figure_element("router-load", picture, heading)
 
 
-def _shares(rows: Sequence[Values]) -> tuple[list[int], np.ndarray, list[str]]:
+def _shares(rows: Sequence[JsonObject]) -> tuple[list[int], np.ndarray, list[str]]:
     """Return steps, shares [steps, layers, experts] and the layer names."""
     for key in ("router_share", "per_expert_share"):
         entries = [
@@ -48,7 +48,7 @@ def _shares(rows: Sequence[Values]) -> tuple[list[int], np.ndarray, list[str]]:
             if key == "per_expert_share":
                 names = ["all layers" if shape[0] == 1 and layers else "experts"]
             elif isinstance(layers, list) and len(layers) == shape[0]:
-                names = [visible(f"layer {layer}") for layer in layers]
+                names = [to_visible_text(f"layer {layer}") for layer in layers]
             else:
                 names = [f"router {number}" for number in range(shape[0])]
             return [step for step, _ in same_shape], np.stack([table for _, table in same_shape]), names

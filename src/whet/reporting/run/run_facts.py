@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Iterator
 from statistics import median
 
-from whet.config.objectives.union import section_of_kind
+from whet.config.objectives.union import objective_section
 from whet.reporting.formatting import format_elapsed, format_number, format_value
-from whet.run_directory import CONFIG_FILE, FINAL
+from whet.run_directory import CONFIG_FILE, FINAL_DIRECTORY
 from whet.runs.metric_series import as_number
-from whet.runs.run_files import RunFiles, Values, section
+from whet.runs.run_files import JsonObject, RunFiles, nested_object
 
 _MAX_LENGTH = 200  # characters of a fact; the config has the full value
 
@@ -27,7 +27,7 @@ def headline(run: RunFiles) -> list[tuple[str, str]]:
 
 def _headline(run: RunFiles) -> Iterator[tuple[str, str]]:
     summary = run.summary or {}
-    best = section(summary, "best")
+    best = nested_object(summary, "best")
     if as_number(best.get("value")) is not None:
         yield f"best {str(best.get('metric')).replace('_', ' ')}", format_value(best["value"])
     else:
@@ -50,9 +50,9 @@ def planned_gib(run: RunFiles) -> float | None:
 
     None for runs on a CPU, whose measured peak includes everything the process has loaded.
     """
-    if str(section(run.provenance, "machine").get("device", "")).startswith("cpu"):
+    if str(nested_object(run.provenance, "machine").get("device", "")).startswith("cpu"):
         return None
-    peak = as_number(section(run.plan, "bytes").get("peak"))
+    peak = as_number(nested_object(run.plan, "bytes").get("peak"))
     return peak / 2**30 if peak is not None and 0 < peak < math.inf else None
 
 
@@ -63,31 +63,31 @@ def _numbers(run: RunFiles, name: str) -> list[float]:
 def _facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     config, summary = run.config, run.summary or {}
     yield "model", _short(config.get("model"))
-    yield "method", _method(section(config, "method"))
-    yield "objective", _objective(section(config, "objective"))
+    yield "method", _method(nested_object(config, "method"))
+    yield "objective", _objective(nested_object(config, "objective"))
     for split in ("train", "valid", "test"):
-        yield f"data.{split}", _short(section(config, "data").get(split))
+        yield f"data.{split}", _short(nested_object(config, "data").get(split))
     yield "best", best_text(summary)
     yield (
         "test",
         ", ".join(
             f"{name.replace('_', ' ')} {format_value(value)}"
-            for name, value in section(summary, "test").items()
+            for name, value in nested_object(summary, "test").items()
             if as_number(value) is not None and name != "s"
         ),
     )
 
 
-def best_text(summary: Values) -> str:
+def best_text(summary: JsonObject) -> str:
     """Return the best evaluation of a summary as text, or an empty string."""
-    best = section(summary, "best")
+    best = nested_object(summary, "best")
     if as_number(best.get("value")) is None:
         return ""
     name = str(best.get("metric")).replace("_", " ")
     return f"{name} {format_value(best['value'])} at step {format_value(best.get('step'))}"
 
 
-def _method(method: Values) -> str:
+def _method(method: JsonObject) -> str:
     kind = method.get("kind")
     if not isinstance(kind, str) or kind == "full":
         return kind if isinstance(kind, str) else ""
@@ -96,12 +96,12 @@ def _method(method: Values) -> str:
     return f"{name}, rank {format_value(method.get('rank'))}, alpha {format_value(method.get('alpha'))}"
 
 
-def _objective(objective: Values) -> str:
+def _objective(objective: JsonObject) -> str:
     kind = objective.get("kind")
     parts = objective.get("parts")
     if not isinstance(parts, list):
         return kind if isinstance(kind, str) else ""
-    kinds = [_objective(section(part, "objective")) for part in parts if isinstance(part, dict)]
+    kinds = [_objective(nested_object(part, "objective")) for part in parts if isinstance(part, dict)]
     return f"{kind}: {' + '.join(kinds)}"
 
 
@@ -126,7 +126,7 @@ def _last(run: RunFiles, name: str) -> object:
 def steps_text(run: RunFiles) -> str:
     """Return the number of completed steps, with the planned number if it differs."""
     done = (run.summary or {}).get("steps", _last(run, "step"))
-    planned = section(run.config, "run").get("steps")
+    planned = nested_object(run.config, "run").get("steps")
     if as_number(done) is None:
         return ""
     differs = as_number(planned) is not None and planned != done
@@ -142,13 +142,13 @@ def reproduce_commands(run: RunFiles) -> list[str]:
 def use_commands(run: RunFiles) -> list[str]:
     """Return the commands that resume an unfinished run, or that use the final model."""
     path = shlex.quote(str(run.directory))
-    if not run.finished:
+    if not run.is_finished:
         return [f"whet resume {path}"]
-    output = section_of_kind(section(run.config, "objective").get("kind")).output
+    output = objective_section(nested_object(run.config, "objective").get("kind")).output
     if output == "class":
         return [f"whet classify {path} 'a text'", f"whet classify {path} --data test.jsonl"]
     if output == "numbers":  # not a text model
-        return [f"ls {shlex.quote(str(run.directory / FINAL))}"]
+        return [f"ls {shlex.quote(str(run.directory / FINAL_DIRECTORY))}"]
     return [
         f"whet chat {path}",
         f"whet generate {path} 'a prompt'",

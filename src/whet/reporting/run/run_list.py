@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.errors import ConfigError
 from whet.reporting.formatting import format_age, format_file_size, format_value
 from whet.reporting.run.run_facts import best_text
 from whet.run_directory import CONFIG_FILE, METRICS_FILE
 from whet.runs.metric_series import as_number
-from whet.runs.run_files import RunFiles, Values, is_run, section
+from whet.runs.run_files import JsonObject, RunFiles, is_run, nested_object
 
 _UNKNOWN = "?"
 _LAST_ROWS = 50  # metrics rows to search for the last loss, which evaluations and torn rows lack
@@ -33,7 +33,7 @@ class ListedRun:
         """Return the cells of the run's table row; `now` is the time that ages refer to."""
         age = format_age(now - self.changed) if self.changed else _UNKNOWN
         cells = (self.name, self.status, self.step, self.metric, format_file_size(self.size), age)
-        return tuple(map(visible, cells))
+        return tuple(map(to_visible_text, cells))
 
 
 def list_runs(directory: Path) -> list[ListedRun]:
@@ -80,7 +80,7 @@ def _list_run(directory: Path, prefix: str = "") -> ListedRun:
     except OSError:
         return _unreadable_run(directory, prefix)
     run = RunFiles(directory, rows=rows)
-    summary = section(rows[-1], "summary") if rows else {}
+    summary = nested_object(rows[-1], "summary") if rows else {}
     if summary:
         run.summary = summary
     metrics = directory / METRICS_FILE
@@ -95,7 +95,7 @@ def _list_run(directory: Path, prefix: str = "") -> ListedRun:
     )
 
 
-def _last_rows(path: Path) -> list[Values]:
+def _last_rows(path: Path) -> list[JsonObject]:
     """Return the valid rows among the last rows of a metrics file."""
     if not path.is_file():
         return []
@@ -110,14 +110,14 @@ def _last_rows(path: Path) -> list[Values]:
     return rows
 
 
-def _step(rows: Sequence[Values], summary: Values) -> str:
+def _step(rows: Sequence[JsonObject], summary: JsonObject) -> str:
     steps = [summary.get("steps"), *(row.get("step") for row in reversed(rows))]
     known = next((step for step in steps if as_number(step) is not None), None)
     return format_value(known, missing=_UNKNOWN)
 
 
-def _last_loss(rows: Sequence[Values], summary: Values) -> str:
-    for row in (section(summary, "final"), *reversed(rows)):
+def _last_loss(rows: Sequence[JsonObject], summary: JsonObject) -> str:
+    for row in (nested_object(summary, "final"), *reversed(rows)):
         for name in ("eval_loss", "loss"):
             if as_number(row.get(name)) is not None:
                 return f"{name.replace('_', ' ')} {format_value(row[name])}"

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from whet.reporting.formatting import format_value
 from whet.reporting.html_page import html_lines, html_text
-from whet.runs.run_files import Values, section
+from whet.runs.run_files import JsonObject, nested_object
 
 _MAX_SAMPLES = 6  # of the first step with samples, and of the last
 _MAX_TEXT = 2000  # characters
 
 
-def samples_section(samples: Sequence[Values]) -> str:
+def samples_section(samples: Sequence[JsonObject]) -> str:
     """Return the sample tables as HTML, with the number of samples."""
-    by_step: dict[str, list[Values]] = {}
+    by_step: dict[str, list[JsonObject]] = {}
     for sample in samples:
         by_step.setdefault(format_value(sample.get("step")), []).append(sample)
     steps = list(by_step)
@@ -30,11 +30,13 @@ def samples_section(samples: Sequence[Values]) -> str:
     return f"{tables}<p class='quiet'>{note}; all are in samples.jsonl</p>"
 
 
-def _prompts(samples: Sequence[Values]) -> list[object]:
+def _prompts(samples: Sequence[JsonObject]) -> list[object]:
     return [sample.get("prompt") for sample in samples]
 
 
-def _before_and_after(before: str, first: Sequence[Values], after: str, last: Sequence[Values]) -> str:
+def _before_and_after(
+    before: str, first: Sequence[JsonObject], after: str, last: Sequence[JsonObject]
+) -> str:
     rows = [
         (_truncate(old.get("prompt")), _completion(old), _completion(new))
         for old, new in zip(first, last, strict=True)
@@ -42,12 +44,12 @@ def _before_and_after(before: str, first: Sequence[Values], after: str, last: Se
     return _table(("prompt", f"before (step {before})", f"after (step {after})"), rows)
 
 
-def _completion(sample: Values) -> str:
+def _completion(sample: JsonObject) -> str:
     reward = _reward(sample)
     return _truncate(sample.get("completion")) + (f"\nreward {reward}" if reward else "")
 
 
-def _at_step(step: str, samples: Sequence[Values]) -> str:
+def _at_step(step: str, samples: Sequence[JsonObject]) -> str:
     rewarded = any(map(_reward, samples))
     head = ("prompt", "completion", *(["reward"] if rewarded else []))
     rows = [
@@ -61,9 +63,11 @@ def _at_step(step: str, samples: Sequence[Values]) -> str:
     return f"<h3>step {html_text(step)}</h3>{_table(head, rows)}"
 
 
-def _reward(sample: Values) -> str:
+def _reward(sample: JsonObject) -> str:
     total = format_value(sample.get("reward"), missing="")
-    parts = ", ".join(f"{name} {format_value(value)}" for name, value in section(sample, "rewards").items())
+    parts = ", ".join(
+        f"{name} {format_value(value)}" for name, value in nested_object(sample, "rewards").items()
+    )
     return f"{total or '-'} ({parts})" if parts else total
 
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from whet.data.inspect.token_text import visible
+from whet.data.inspect.token_text import to_visible_text
 from whet.errors import ConfigError
 from whet.evaluation.classifier_metrics import Report
 from whet.reporting.svg import figure_style
 from whet.run_directory import CLASSIFICATION_FILE
-from whet.storage import new_file, read_json
+from whet.storage import create_file_atomically, read_json
 
 SCORES = ("accuracy", "balanced_accuracy", "f1_macro", "f1_micro", "f1_weighted", "kappa", "mcc")
 ERRORS = ("log_loss", "brier", "ece", "hamming")
@@ -72,12 +72,12 @@ def _truncate(text: str) -> str:
     return line if len(line) <= MAX_TEXT_LENGTH else f"{line[:MAX_TEXT_LENGTH]}..."
 
 
-def draw(report: Report, path: Path) -> Path:
+def write_classifier_plots(report: Report, path: Path) -> Path:
     """Write the plots as one PNG, replacing an existing file, and return its path."""
     with figure_style():
         figure = classification_figure(report)
         path.unlink(missing_ok=True)
-        with new_file(path) as staging:
+        with create_file_atomically(path) as staging:
             figure.savefig(staging, dpi=DPI, format="png")
     return path
 
@@ -96,7 +96,7 @@ def classification_figure(report: Report) -> Any:  # Any: matplotlib has no type
 
 
 def _draw_matrix(axes: Any, report: Report) -> None:
-    names = [visible(name) for name in report["classes"]]
+    names = [to_visible_text(name) for name in report["classes"]]
     if report["multi_label"]:
         axes.barh(names, [report["per_class"][name]["f1"] for name in report["classes"]])
         axes.set(title="F1 per class", xlim=(0, 1))
@@ -130,7 +130,7 @@ def _draw_curves(axes: Any, report: Report, kind: str, labels: tuple[str, str]) 
     for name, curves in report["curves"].items():
         if kind in curves:
             area = report["per_class"][name][f"{kind}_auc"]
-            axes.plot(*curves[kind], label=visible(f"{name} ({area:.3f})"))
+            axes.plot(*curves[kind], label=to_visible_text(f"{name} ({area:.3f})"))
     axes.set(title=kind.upper(), xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.02))
     if 0 < sum(kind in curves for curves in report["curves"].values()) <= _MAX_NAMED:
         axes.legend(fontsize=8)

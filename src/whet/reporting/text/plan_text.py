@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from whet.planning.plan import MOST_TOKENS, Plan
+from whet.planning.plan import MAX_MICRO_BATCH_TOKENS, Plan
 from whet.reporting.formatting import format_count, format_estimate, format_memory
 
 _LABELS = {
@@ -57,10 +57,10 @@ def _work(plan: Plan) -> TableRows:
     listed = ", ".join(f"{name} {format_count(value)}" for name, value in parts.items() if value)
     yield "FLOPs", f"{format_count(flops.computed)} per token, in documents of {plan.length} tokens: {listed}"
     steps = f"{plan.steps:,} steps of " if plan.steps else ""
-    total = f", {format_count(plan.steps * plan.tokens_a_step)} tokens in total" if plan.steps else ""
+    total = f", {format_count(plan.steps * plan.tokens_per_step)} tokens in total" if plan.steps else ""
     unit = "micro-batches" if plan.micro_batches > 1 else "micro-batch"
     micro_batches = f"{plan.micro_batches} {unit} of at most {plan.shape.positions:,} tokens per device"
-    yield "steps", f"{steps}{plan.tokens_a_step:,.0f} tokens{total}; {micro_batches}"
+    yield "steps", f"{steps}{plan.tokens_per_step:,.0f} tokens{total}; {micro_batches}"
 
 
 def _memory(plan: Plan) -> TableRows:
@@ -74,7 +74,7 @@ def _memory(plan: Plan) -> TableRows:
             continue
         alternative = ""
         if name == "activations":
-            preposition = "without" if plan.recomputes else "with"
+            preposition = "without" if plan.grad_checkpoint else "with"
             alternative = f" ({format_memory(plan.other_activations)} {preposition} run.grad_checkpoint)"
         yield "", f"{_LABELS.get(name, name):<16} {format_memory(size):>11}{alternative}"
     cache = plan.cache_bytes * (plan.shape.length + 1)
@@ -93,11 +93,11 @@ def _describe_phase(phase: str) -> str:
 
 
 def _advice(plan: Plan) -> TableRows:
-    if plan.fits is None:
+    if plan.max_micro_batch_tokens is None:
         return
-    available = format_memory(plan.target.room)
-    if plan.fits == 0:
-        hints = [] if plan.recomputes else ["run.grad_checkpoint=true"]
+    available = format_memory(plan.target.usable_memory)
+    if plan.max_micro_batch_tokens == 0:
+        hints = [] if plan.grad_checkpoint else ["run.grad_checkpoint=true"]
         hints += {"full": ["method.kind=lora"], "lora": ["method.kind=qlora"], "qlora": []}[plan.method]
         hints += ["a smaller data.max_length", "more devices (--gpus)"]
         yield (
@@ -105,10 +105,13 @@ def _advice(plan: Plan) -> TableRows:
             f"not even one document of {plan.shape.length} tokens in {available}: try {', or '.join(hints)}",
         )
         return
-    fits_step = plan.fits * plan.cluster.shares >= plan.tokens_a_step
+    fits_step = plan.max_micro_batch_tokens * plan.cluster.shares >= plan.tokens_per_step
     step_note = "; a step fits into one micro-batch" if fits_step else ""
-    or_more = " or more" if plan.fits > 0.9 * MOST_TOKENS else ""
-    yield "fits", f"run.micro_batch_tokens up to {plan.fits:,}{or_more} in {available}{step_note}"
+    or_more = " or more" if plan.max_micro_batch_tokens > 0.9 * MAX_MICRO_BATCH_TOKENS else ""
+    yield (
+        "fits",
+        f"run.micro_batch_tokens up to {plan.max_micro_batch_tokens:,}{or_more} in {available}{step_note}",
+    )
 
 
 def _traffic(plan: Plan) -> TableRows:
@@ -132,7 +135,7 @@ def _traffic(plan: Plan) -> TableRows:
 
 
 def _time(plan: Plan) -> TableRows:
-    speed = plan.tokens_a_step / plan.step_s
+    speed = plan.tokens_per_step / plan.step_s
     total = f", {format_estimate(plan.steps * plan.step_s)} in total" if plan.steps else ""
     share = f"{100 * plan.utilisation:.0f}% of peak FLOP/s"
     yield "time", f"{plan.step_s:.3g} s per step{total}; {speed:,.0f} tokens/s at {share}"
@@ -156,14 +159,16 @@ def plan_json(plan: Plan) -> dict[str, Any]:  # Any: JSON values
         "cluster": dataclasses.asdict(plan.cluster),
         "flops_per_token": {**dataclasses.asdict(plan.flops), "computed": plan.flops.computed},
         "steps": plan.steps,
-        "tokens_a_step": plan.tokens_a_step,
+        "tokens_a_step": plan.tokens_per_step,
         "micro_batches": plan.micro_batches,
         "micro_batch_tokens": plan.shape.positions,
         "bytes": {**memory.components(), "peak": memory.peak, "peak_at": memory.at},
-        "activations_with_checkpoint": memory.activations if plan.recomputes else plan.other_activations,
-        "activations_without_checkpoint": plan.other_activations if plan.recomputes else memory.activations,
+        "activations_with_checkpoint": memory.activations if plan.grad_checkpoint else plan.other_activations,
+        "activations_without_checkpoint": plan.other_activations
+        if plan.grad_checkpoint
+        else memory.activations,
         "cache_bytes_per_token": plan.cache_bytes,
-        "largest_micro_batch_tokens": plan.fits,
+        "largest_micro_batch_tokens": plan.max_micro_batch_tokens,
         "traffic": None if plan.traffic is None else dataclasses.asdict(plan.traffic),
         "efficiency": plan.efficiency,
         "utilisation": plan.utilisation,

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import psutil
 
-from whet.parallel.launch import end_with_parent
+from whet.parallel.launch import die_with_parent
 from whet.rl.rewards import worker
 
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
@@ -32,7 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # macOS does not report signals ignored by default
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-    end_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     pid = os.fork()  # before any thread is started
     if pid == 0:
         _become_worker(os.getppid())
@@ -54,7 +54,7 @@ def _become_worker(supervisor_pid: int) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         os.setpgid(0, 0)  # a reward that kills its process group does not reach the supervisor
-        end_with_parent()
+        die_with_parent()
         if os.getppid() == supervisor_pid:
             worker.main()
     except Exception:

@@ -30,11 +30,11 @@ import psutil
 
 from whet.config.objectives.grpo import GRPOObjective, Reward
 from whet.config.placeholder import parse_placeholder
-from whet.error_boundary import one_line
+from whet.error_boundary import escape_to_one_line
 from whet.errors import ConfigError, RunError
 from whet.rl.rewards.reward_call import bind_reward, call_reward, failure_text
 from whet.rl.rewards.supervisor import kill_session
-from whet.user_code import importable_reference
+from whet.user_code import find_import_reference
 
 log = logging.getLogger("whet")
 
@@ -259,7 +259,7 @@ class RewardPool:
                 hint=f"pass it to whet.train or whet.resume: rewards={{{placeholder.name!r}: function}}",
             )
         self._given[index] = function
-        if (reference := importable_reference(function)) is not None:
+        if (reference := find_import_reference(function)) is not None:
             self._worker_rewards[index] = reward.model_copy(update={"function": reference})
 
     def _bind_local(self, index: int, function: Callable[..., Any]) -> None:  # Any: whatever a reward returns
@@ -380,7 +380,7 @@ class RewardPool:
             self.failure_count += 1
             return self.on_error
         raise RunError(
-            f"the reward {self.rewards[call.reward].label} failed: {one_line(reason)}\n"
+            f"the reward {self.rewards[call.reward].label} failed: {escape_to_one_line(reason)}\n"
             f"  prompt: {call.inputs.prompt[-_MAX_SHOWN_CHARS:]!r}\n"
             f"  completion: {call.inputs.completion[:_MAX_SHOWN_CHARS]!r}",
             hint="fix the reward, or set objective.on_error to the value for completions whose reward fails",

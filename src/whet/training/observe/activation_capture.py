@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from whet.errors import ConfigError
-from whet.models.language_model import LanguageModel, uncompiled
+from whet.models.language_model import LanguageModel, eager_layers
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,7 +48,7 @@ class ActivationCapture:
 
     def __enter__(self) -> "ActivationCapture":
         if isinstance(self.model, LanguageModel):
-            self._stack.enter_context(uncompiled(self.model))  # hooks have no effect on compiled layers
+            self._stack.enter_context(eager_layers(self.model))  # hooks have no effect on compiled layers
         for name, module in self.modules.items():
             handle = module.register_forward_hook(self._make_hook(name))
             self._stack.callback(handle.remove)

@@ -7,7 +7,7 @@ import torch
 
 from whet.errors import DataError, ModelError
 from whet.models.attention import LatentAttention, SelfAttention
-from whet.models.language_model import LanguageModel, evaluating, uncompiled
+from whet.models.language_model import LanguageModel, eager_layers, eval_mode
 from whet.models.transformers_bridge import Bridge
 from whet.ops.attention import Layout
 
@@ -35,7 +35,7 @@ def visit_attention(model: LanguageModel, tokens: torch.Tensor, visit: Visit) ->
     """Call `visit` with the weights of each layer in turn, so that only one map is in memory."""
     if tokens.ndim != 2 or not tokens.numel():
         raise DataError(f"attention maps need tokens of shape [B, T], not {list(tokens.shape)}")
-    with evaluating(model), uncompiled(model):
+    with eval_mode(model), eager_layers(model):
         if isinstance(model, Bridge):
             for layer, weights in model.attentions(tokens).items():
                 visit(layer, weights)
@@ -53,15 +53,15 @@ def _visiting(model: LanguageModel, visit: Visit) -> Iterator[None]:
         raise ModelError("this model has no attention layers that whet can inspect")
     with contextlib.ExitStack() as stack:
         for layer, attention in attentions:
-            attention.__dict__["mix"] = _with_visit(attention, layer, visit)
-            stack.callback(attention.__dict__.pop, "mix")
+            attention.__dict__["compute_attention"] = _with_visit(attention, layer, visit)
+            stack.callback(attention.__dict__.pop, "compute_attention")
         yield
 
 
 def _with_visit(
     attention: SelfAttention | LatentAttention, layer: int, visit: Visit
 ) -> Callable[..., torch.Tensor]:
-    mix = attention.mix
+    mix = attention.compute_attention
 
     def mix_and_visit(
         queries: torch.Tensor,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import StorageError
-from whet.storage import append_text, sync_file, sync_rows
-from whet.training.callbacks import Metrics, RowCallback, plain
+from whet.storage import append_text, fsync_file, fsync_jsonl_files
+from whet.training.callbacks import Metrics, RowCallback, to_python
 
 if TYPE_CHECKING:
     from whet.training.state import RunResult
@@ -38,10 +38,10 @@ class MetricsLogger(RowCallback):
     def on_train_end(self, result: "RunResult") -> None:
         """Append the summary; raises StorageError if pending rows still cannot be written."""
         super().on_train_end(result)
-        sync_rows(self.path.parent)  # a summary implies that all earlier rows are on disk
+        fsync_jsonl_files(self.path.parent)  # a summary implies that all earlier rows are on disk
         self._pending.append(_line({"summary": result.summary}))
         self._append_pending()
-        sync_file(self.path)
+        fsync_file(self.path)
 
     def _write(self, row: Metrics) -> None:
         """Append a row, or store it until the next write if the disk is full."""
@@ -58,7 +58,7 @@ class MetricsLogger(RowCallback):
 
 
 def _line(row: Metrics) -> str:
-    return json.dumps(_jsonable(plain(row))) + "\n"
+    return json.dumps(_jsonable(to_python(row))) + "\n"
 
 
 def _jsonable(value: Any) -> Any:  # Any: JSON values

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from whet.models.language_model import LanguageModel, uncompiled
+from whet.models.language_model import LanguageModel, eager_layers
 from whet.models.transformers_bridge import Bridge
 
 
@@ -30,7 +30,7 @@ def preserve_state(trained_module: nn.Module, model: nn.Module) -> Iterator[None
         # transformers uses activation checkpointing in training mode only; without it, memory may not suffice
         trained_module.train(isinstance(model, Bridge) and model.grad_checkpoint)
         if isinstance(model, LanguageModel):
-            stack.enter_context(uncompiled(model))
+            stack.enter_context(eager_layers(model))
         yield
 
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from whet.data.batches import Batch
 from whet.errors import ConfigError, StorageError, check_positive
 from whet.models.language_model import LanguageModel
-from whet.storage import new_file, write_safetensors
+from whet.storage import create_file_atomically, write_safetensors
 from whet.training.callbacks import Injector, Metrics, ModelCallback, RunView
-from whet.training.loss import in_precision, total_weights, weighted_loss
+from whet.training.loss import autocast_context, total_weights, weighted_loss
 from whet.training.observe.activation_capture import ActivationCapture
 from whet.training.observe.attention_maps import visit_attention
 from whet.training.observe.layer_stats import (
@@ -211,7 +211,7 @@ class WeightStats(Probe):
         try:
             if run.step == 0:
                 path.unlink(missing_ok=True)  # left by an earlier attempt to start the run
-                with new_file(path) as staging:
+                with create_file_atomically(path) as staging:
                     write_safetensors(staging, dict(self.named))
             self.start = path if path.is_file() else None
         except (StorageError, OSError) as error:
@@ -299,7 +299,7 @@ class ActivationStats(_DocumentProbe):
         for document in self.documents:
             with (
                 torch.no_grad(),
-                in_precision(self.trainer.precision, self.trainer.device),
+                autocast_context(self.trainer.precision, self.trainer.device),
                 ActivationCapture(model, keep=keep) as captured,
             ):
                 model.hidden(document.to(self.trainer.device))
@@ -335,7 +335,7 @@ class AttentionEntropy(_DocumentProbe):
             sums[layer] = sums.get(layer, torch.zeros((), device=weights.device)) + entropies.sum()
 
         for document in self.documents:
-            with in_precision(self.trainer.precision, self.trainer.device):
+            with autocast_context(self.trainer.precision, self.trainer.device):
                 visit_attention(model, document.to(self.trainer.device), visit)
         positions = sum(document.numel() for document in self.documents)
         totals = dict(zip(sums, HostCopy(*sums.values()).values(), strict=True))

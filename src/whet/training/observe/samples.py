@@ -12,8 +12,8 @@ from whet.generation.engine import check_prompts, generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
-from whet.parallel.fsdp import gathered
-from whet.run_directory import set_aside_later_rows
+from whet.parallel.fsdp import gathered_parameters
+from whet.run_directory import move_superseded_rows
 from whet.storage import append_text
 from whet.training.callbacks import Injector, Metrics, ModelCallback, RunView
 from whet.training.observe.preserve_state import preserve_state
@@ -66,7 +66,7 @@ class SampleGenerations(ModelCallback, Injector):  # an Injector runs before the
         last_kept = step - 1 if ended and not self.touches_model(step) else step
         with contextlib.suppress(StorageError):
             if run.is_main:
-                set_aside_later_rows(self.path, step=last_kept if step else -1, evaluated_step=None)
+                move_superseded_rows(self.path, step=last_kept if step else -1, evaluated_step=None)
         if step == 0:
             self._write(0)
 
@@ -87,7 +87,7 @@ class SampleGenerations(ModelCallback, Injector):  # an Injector runs before the
 
     def _write(self, step: int) -> None:
         self._written_step = step
-        with gathered(self.trainer.model):  # a collective of all ranks, for rank 0
+        with gathered_parameters(self.trainer.model):  # a collective of all ranks, for rank 0
             if not self.trainer.world.is_main:
                 return
             completions = self._generate()
@@ -111,7 +111,7 @@ class SampleGenerations(ModelCallback, Injector):  # an Injector runs before the
 
     def _generate(self) -> list[str]:
         model = self._model()
-        with preserve_state(self.trainer.learner, model), gathered(model):
+        with preserve_state(self.trainer.learner, model), gathered_parameters(model):
             completions = generate_tokens(
                 model,
                 self._encoded,

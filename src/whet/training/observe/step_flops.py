@@ -116,7 +116,7 @@ def _prediction_heads(
     model: LanguageModel, heads: "PredictionHeads", *, length: int, supervised: float
 ) -> StepFlops:
     scores = [score_flops(block.attention, length) / length for block in heads.spec.blocks]
-    top_k = max((mixture.top_k for mixture in heads.spec.mixtures), default=0)
+    top_k = max((mixture.top_k for mixture in heads.spec.expert_specs), default=0)
     blocks, _ = _block_list(
         list(heads.layers), scores, needs_gradient=True, top_k=top_k, recompute=model.grad_checkpoint
     )
@@ -137,7 +137,7 @@ def _model_blocks(
     blocks = list(model.blocks())
     if isinstance(model, Decoder):
         scores = [score_flops(block.attention, length) / length for block in model.spec.blocks]
-        top_k = max((mixture.top_k for mixture in model.spec.mixtures), default=0)
+        top_k = max((mixture.top_k for mixture in model.spec.expert_specs), default=0)
     else:
         config = cast("Bridge", model).model.config.get_text_config(decoder=True)
         top_k = getattr(config, "num_experts_per_tok", 0)

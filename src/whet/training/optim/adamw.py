@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from whet.ops.dispatch import kernels_work
+from whet.ops.dispatch import can_build_kernels
 
 _MIN_NUMEL = 2**20  # from this size on, the kernel saves more time than its launch costs
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,7 +49,7 @@ class AdamW(torch.optim.AdamW):
             and not isinstance(p, DTensor)
             and p.is_contiguous()
             and p.grad.is_contiguous()
-            and kernels_work()
+            and can_build_kernels()
             and bool(self.state[p])  # torch creates the state in the first step
         )
 

@@ -88,7 +88,7 @@ class _Piece:
 
 
 def _require_open_ended(section: Optim) -> None:
-    *earlier, last = (part.kind for part in section.parts)
+    *earlier, last = (part.kind for part in section.phases)
     # wsd decays over a fraction of the run, so it needs the number of steps in any position
     bounded = "wsd" if "wsd" in earlier else last
     if bounded not in ("constant", "step"):
@@ -98,14 +98,14 @@ def _require_open_ended(section: Optim) -> None:
 
 
 def _pieces(section: Optim, steps: float, *, warmup: int) -> list[_Piece]:
-    fixed = warmup + sum(part.steps or 0 for part in section.parts)
+    fixed = warmup + sum(part.steps or 0 for part in section.phases)
     if fixed >= steps:
         raise ConfigError(
             f"optim.schedule: warm-up and parts take {fixed} of the run's {steps} steps",
             hint="leave steps for the last part: shorten the other parts, or make the run longer",
         )
     pieces: list[_Piece] = []
-    for part in section.parts:
+    for part in section.phases:
         ratio = section.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio
         pieces.append(
             _Piece(

@@ -39,10 +39,10 @@ class MaskedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._step_one(p, group)
+                    self._step_tensor(p, group)
         return loss
 
-    def _step_one(self, p: torch.Tensor, group: ParamGroup) -> None:
+    def _step_tensor(self, p: torch.Tensor, group: ParamGroup) -> None:
         assert p.grad is not None
         state = self.state[p]
         if not state:

@@ -2,7 +2,7 @@
 
 import torch
 
-from whet.ops.dispatch import chosen_paths
+from whet.ops.dispatch import current_paths
 from whet.training.optim.masked_optimizer import MaskedOptimizer, OptimizerState, ParamGroup
 
 
@@ -41,7 +41,7 @@ class Muon(MaskedOptimizer):
                 lr=lr,
                 betas=betas,
                 eps=eps,
-                fused=chosen_paths().fused_optimizer,
+                fused=current_paths().fused_optimizer,
             )
         super().__init__([group for rule in self.rules.values() for group in rule.param_groups], {"lr": lr})
 

@@ -11,8 +11,8 @@ from whet.config.optim import Optim
 from whet.config.run_config import RunConfig
 from whet.errors import RunError
 from whet.lazy_import import load_object
-from whet.ops.dispatch import chosen_paths
-from whet.parallel.gradient_sync import by_mesh
+from whet.ops.dispatch import current_paths
+from whet.parallel.gradient_sync import group_by_mesh
 from whet.training.optim.lr_schedules import Schedule, create_schedule
 from whet.training.optim.masked_optimizer import MaskedOptimizer
 from whet.training.optim.param_groups import hidden_matrices, mup_ratio, parameter_groups
@@ -48,7 +48,7 @@ def create_optimizer(section: Optim, model: nn.Module, *, quiet: bool = False) -
     Raises:
         ConfigError: If nothing is trainable, or a parameter group matches no parameter.
     """
-    section = section.with_router_group
+    section = section.add_router_group
     settings = parameter_groups(section, model)
     optimizer = _create(section, _split_by_mesh([group.for_torch(section.lr) for group in settings]), model)
     if not quiet:
@@ -77,7 +77,7 @@ def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.opti
             return create(matrices, others, lr, betas=betas, eps=eps)
         case "adam" | "adamw":
             options: dict[str, bool] = {"fused": True}
-            if not chosen_paths().fused_optimizer:
+            if not current_paths().fused_optimizer:
                 create, options = (
                     load_object("whet.training.optim.plain_adam:PlainAdam"),
                     {"decoupled": section.name == "adamw"},
@@ -88,7 +88,7 @@ def _create(section: Optim, groups: ParamGroups, model: nn.Module) -> torch.opti
 
 def _split_by_mesh(groups: ParamGroups) -> ParamGroups:
     """Split groups by device mesh, because torch's kernels cannot mix sharded and plain tensors."""
-    return [{**group, "params": params} for group in groups for params in by_mesh(group["params"])]
+    return [{**group, "params": params} for group in groups for params in group_by_mesh(group["params"])]
 
 
 def _select(groups: ParamGroups, ids: set[int], *, inside: bool) -> ParamGroups:

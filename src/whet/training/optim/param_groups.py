@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from whet.adapters.adapter import adapted, adapters_off
+from whet.adapters.adapter import adapters_off, named_adapters
 from whet.adapters.modules_to_save import ModuleToSave
 from whet.config.optim import LORA_B, ROUTERS, Optim, ParameterGroup
 from whet.errors import ConfigError
@@ -97,12 +97,12 @@ def mup_factors(section: Optim, model: nn.Module) -> dict[str, float]:
     """Return muP's learning-rate factor of each parameter by name; empty without muP or at the base width."""
     if (ratio := mup_ratio(section, model)) == 1:
         return {}
-    from whet.models.from_scratch.mup import POWERS, role_of
+    from whet.models.from_scratch.mup import POWERS, parameter_role
 
     by_muon = hidden_matrices(model) if section.name == "muon" else set()
     factors = {}
     for name, p in model.named_parameters():
-        powers = POWERS[role_of(name, p)]
+        powers = POWERS[parameter_role(name, p)]
         power = powers.sgd if section.name == "sgd" else powers.adam
         factors[name] = ratio ** (powers.muon if id(p) in by_muon else power)
     return factors
@@ -132,7 +132,7 @@ def _output_matrices(model: nn.Module) -> set[int]:
         return set()
     with adapters_off(model):
         weight = head().weight
-    copies = (module for _, module in adapted(model) if isinstance(module, ModuleToSave))
+    copies = (module for _, module in named_adapters(model) if isinstance(module, ModuleToSave))
     return {
         id(weight),
         *(id(copy.trained.weight) for copy in copies if getattr(copy.base, "weight", None) is weight),
