@@ -22,7 +22,7 @@ def show_answers(model, tokenizer, console: Console) -> None:
     for question, answer in evaluation.answers(2, max_tokens=40):
         console.print(f"  prompt    {question.text}", markup=False)
         console.print(f"  expected  {question.answer}", markup=False)
-        console.print(f"  answer    {' '.join(answer.split())}\n", markup=False)
+        console.print(f"  response  {' '.join(answer.split())}\n", markup=False)
     total = len(evaluation.questions)
     console.print(f"  generating answers to {total} test commands")
     with console.status("") as status:
