@@ -1,14 +1,14 @@
-# make demo: fine-tune a real language model. make check, make test, make bench-smoke: what CI runs.
+# make demo: fine-tune a real language model. CI runs make check, make test and make bench-smoke.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
-# tests run in a random order: another one for each commit, the same one each time for that commit
+# tests run in a random order that depends on the commit only
 SEED ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 1)
 PYTEST := WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --randomly-seed=$(SEED) --durations=15
 
-# an older transformers, which vLLM and others still pin: slow tests open there what whet wrote
+# an older transformers, which vLLM and others still pin: slow tests load whet's exports with it
 V4 := .venv-transformers4
 
 .PHONY: demo test test-slow test-gpu bench-smoke check format extras compat clean
@@ -24,7 +24,7 @@ test-slow: $(VENV)/installed-dev extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow
 
-# on a machine with a GPU: kernels, and every fast path against plain torch
+# needs a GPU: kernels, and every fast path against plain torch
 test-gpu: $(VENV)/installed-dev
 	$(PYTEST) tests/gpu tests/invariants/test_reference_path.py
 
@@ -41,7 +41,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# each extra of pyproject.toml, and all of them together, can be installed with constraints.txt
+# check that each extra of pyproject.toml, and all of them together, resolve with constraints.txt
 extras: $(VENV)/installed-dev
 	@extras=$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"])') && \
 	for extra in $$extras "$$(echo $$extras | tr ' ' ',')"; do \

@@ -1,6 +1,6 @@
-"""How long a save keeps training waiting: written on the spot, and from a copy in the background.
+"""Measure how long saving a checkpoint pauses training: synchronously, and asynchronously from a copy.
 
-A random model of SmolLM2-135M's shape, full training in float32 with AdamW: weights and two moments.
+The model has random weights and the shape of SmolLM2-135M; full training in float32 with AdamW (two moments).
 
     python -m benchmarks.checkpoint_pause [DIRECTORY]
 
@@ -32,7 +32,7 @@ from whet.training.optim.optimizers import create_optimizer
 
 RESULT = Path(__file__).parent / "results" / "checkpoint-pause.json"
 SAVES = 7
-TOKENS = 64  # of a step, which is short
+TOKENS = 64  # per step, so that a step is short
 SHAPE: dict[str, Any] = {  # Any: JSON values
     "model_type": "llama",
     "vocab_size": 49152,
@@ -49,7 +49,7 @@ SHAPE: dict[str, Any] = {  # Any: JSON values
 
 
 def training_state() -> tuple[Decoder, torch.optim.Optimizer]:
-    """The model and its optimizer after one step."""
+    """Return the model and its optimizer after one step."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Decoder(families.FAMILIES["llama"].from_config(SHAPE), source_config=SHAPE)
@@ -64,13 +64,13 @@ def training_state() -> tuple[Decoder, torch.optim.Optimizer]:
 
 
 def forward_and_backward(model: Decoder) -> None:
-    """What a step does before its update."""
+    """Compute the gradients of one step."""
     tokens = torch.randint(0, SHAPE["vocab_size"], (1, TOKENS))
     model.hidden(tokens).square().mean().backward()
 
 
 def measure(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Milliseconds for which each save keeps the loop: in the call, and before the update that follows."""
+    """Return the pause of each save in milliseconds: in `save`, and before the following update."""
     pauses = []
     for step in range(1, SAVES + 2):
         started = time.perf_counter()
@@ -88,7 +88,7 @@ def measure(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Opti
 
 
 def copy_times(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Milliseconds of a pause with nothing to hide behind: an update that follows at once."""
+    """Return the pause of each save in milliseconds if the update follows at once, without overlap."""
     times = []
     for step in range(1, SAVES + 2):
         started = time.perf_counter()
@@ -100,7 +100,7 @@ def copy_times(saver: CheckpointWriter, model: Decoder, optimizer: torch.optim.O
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """Return the model name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else ():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -110,7 +110,7 @@ def cpu_name() -> str:
 def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", nargs="?", help="where to put the checkpoints")
+    parser.add_argument("directory", nargs="?", help="directory for the checkpoints")
     directory = Path(tempfile.mkdtemp(dir=parser.parse_args().directory))
     model, optimizer = training_state()
     try:

@@ -1,14 +1,14 @@
-"""whet beside transformers + PEFT on a CPU: LoRA of a real 135M model on ragged chats, useful tokens a second.
+"""Compare whet with transformers + PEFT on a CPU: LoRA of a real 135M model on chats, in real tokens/s.
 
-Steps of eight chats, rank 8 on every linear layer, AdamW, float32. The peer pads each batch to its longest
-chat, as its trainers do by default; whet packs. Padding counts for nobody.
+A step has eight chats; rank 8 on every linear layer, AdamW, float32. transformers pads each batch to its
+longest chat, as its trainers do by default; whet packs. Padding tokens are not counted.
 
     python -m benchmarks.cpu [--steps N]      writes benchmarks/results/cpu.json
-    python -m benchmarks.cpu --smoke          a minute; exits with 1 where whet is the slower one
+    python -m benchmarks.cpu --smoke          takes a minute; exits with 1 if whet is slower
 
-House data are short (about 60 tokens); the ragged ones have a mean of 200 and at most 2,048. On house data the
-two processes take turns step by step, on the same chats: a machine that slows down for a second then slows both.
-On the ragged ones the peer needs the memory for itself, so there one runs after the other.
+House chats are short (about 60 tokens); ragged chats have 200 tokens on average and at most 2,048. On house chats
+the two processes alternate step by step on the same chats, so that a temporary slowdown affects both. On ragged
+chats transformers needs all the memory, so the processes run one after the other.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from benchmarks.machine import describe_machine
 
 RESULT = Path(__file__).parent / "results" / "cpu.json"
 MODEL = "smollm2-135m-instruct"
-CASES = {"house": 12, "ragged": 6}  # steps that are timed, after one that is not
-ALONE = ("ragged",)  # cases whose processes do not fit beside each other
+CASES = {"house": 12, "ragged": 6}  # timed steps, after one warm-up step
+ALONE = ("ragged",)  # cases whose processes do not fit into memory together
 WHO = ("whet", "transformers")
 ROWS = 8
 WORDS = "the model reads a page of plain words and learns to say what comes next in it again".split()
@@ -34,7 +34,7 @@ WORDS = "the model reads a page of plain words and learns to say what comes next
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, help="instead of each case's own number")
+    parser.add_argument("--steps", type=int, help="timed steps, instead of the default of each case")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--one", nargs=3, metavar=("WHO", "CASE", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -48,11 +48,11 @@ def main():
     else:
         results = {case: summary(measure(case, options.steps or steps)) for case, steps in CASES.items()}
         RESULT.write_text(json.dumps({"machine": describe_machine(), "cases": results}, indent=1) + "\n")
-        print(json.dumps({case: found["speed_ratio"] for case, found in results.items()}))
+        print(json.dumps({case: result["speed_ratio"] for case, result in results.items()}))
 
 
 def measure(case, steps):
-    """Rows of both, step by step; the first step of each is left out."""
+    """Return the rows of both libraries, without their first step."""
     rows = {who: [] for who in WHO}
     numbers = range(steps + 1)
     turns = (
@@ -73,7 +73,7 @@ def measure(case, steps):
 
 
 class Worker:
-    """A process that holds one of the two, and takes a step when it is told to."""
+    """A process that runs one of the libraries, and trains one step per request."""
 
     def __init__(self, who, case, steps):
         command = [sys.executable, "-m", "benchmarks.cpu", "--one", who, case, str(steps)]
@@ -94,7 +94,7 @@ class Worker:
 
 
 def serve(who, case, steps):
-    """The worker's side: a number comes in, that step is taken, its row goes out."""
+    """Run a worker: read step numbers from stdin, train these steps, and print their rows."""
     step = (whet_step if who == "whet" else peer_step)(chats(case, ROWS * (steps + 1)))
     for line in sys.stdin:
         started = time.perf_counter()
@@ -106,13 +106,13 @@ def serve(who, case, steps):
 
 
 def summary(rows):
-    """Tokens a second and memory of each side, and how the steps compare one by one."""
+    """Return tokens/s and memory of each library, and the ratios of their step times."""
     result = {
         who: {
-            "tokens_per_s": spread([row["tokens"] / row["seconds"] for row in found]),
-            "peak_gib": max(row["peak_gib"] for row in found),
+            "tokens_per_s": spread([row["tokens"] / row["seconds"] for row in library_rows]),
+            "peak_gib": max(row["peak_gib"] for row in library_rows),
         }
-        for who, found in rows.items()
+        for who, library_rows in rows.items()
     }
     pairs = zip(*(rows[who] for who in WHO), strict=True)
     ratio = spread([theirs["seconds"] / ours["seconds"] for ours, theirs in pairs])
@@ -129,7 +129,7 @@ def spread(values):
 
 
 def chats(case, count):
-    """Chat records of a case."""
+    """Return the chats of a case."""
     if case == "house":
         from whet.data.synthetic.house import house
 

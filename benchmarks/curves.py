@@ -1,11 +1,11 @@
-"""Training curves side by side on real text: transformers, whet, whet compiled, whet with products in 8 bits.
+"""Compare training curves on real text: transformers, whet, whet compiled, whet with FP8 matmuls.
 
 One model (a llama shape, random weights), the same batches in the same order, AdamW, 200 steps on the documentation
-that comes with Python. Where whet is right its curve lies on that of transformers within what rounding does.
+that comes with Python. If whet is correct, its curve equals that of transformers up to rounding.
 
     python -m benchmarks.curves [--small]      writes benchmarks/results/curves.json (and curves.png with matplotlib)
 
-`--small` is a model and a number of steps for a CPU.
+`--small` uses a small model and fewer steps, for a CPU.
 """
 
 import argparse
@@ -47,48 +47,48 @@ def main():
     name = "nano" if options.small else "llama-135m"
     spec = preset_spec(name, **shape, vocab_size=256)
     examples = windows(length)
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        whet.save(new_decoder(spec, seed=SEED), None, folder)
+    curves = {}
+    with tempfile.TemporaryDirectory() as directory:
+        whet.save(new_decoder(spec, seed=SEED), None, directory)
         kinds = ["transformers", "whet"] + ["whet-compiled"] * (device.type == "cuda") + ["whet-fp8"]
         for kind in kinds:
             stream = BatchStream(examples, StepSettings(rows, None, rows * length, pack=False), seed=SEED)
-            curve = theirs if kind == "transformers" else ours
-            found[kind] = curve(folder, stream, steps, device, kind)
-            print(kind, f"{found[kind][0]:.4f} -> {sum(found[kind][-10:]) / 10:.4f}", flush=True)
+            curve = train_transformers if kind == "transformers" else train_whet
+            curves[kind] = curve(directory, stream, steps, device, kind)
+            print(kind, f"{curves[kind][0]:.4f} -> {sum(curves[kind][-10:]) / 10:.4f}", flush=True)
             result = {"machine": describe_machine(), "tokens_a_step": rows * length, "steps": steps}
-            result |= {"apart": apart(found), "curves": found}
+            result |= {"apart": differences(curves), "curves": curves}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(apart(found), indent=1))
-    draw(found, options.out.with_suffix(".png"))
+    print(json.dumps(differences(curves), indent=1))
+    plot(curves, options.out.with_suffix(".png"))
 
 
-def apart(found):
-    """How far each curve lies from that of transformers."""
-    base = found["transformers"]
+def differences(curves):
+    """Return the differences between each curve and that of transformers."""
+    base = curves["transformers"]
     return {
         kind: {
             "largest": max(abs(a - b) for a, b in zip(base, curve, strict=True)),
             "last_20_mean": (sum(curve[-20:]) - sum(base[-20:])) / 20,
         }
-        for kind, curve in found.items()
+        for kind, curve in curves.items()
     }
 
 
 def windows(length):
-    """Python's documentation as bytes, in windows."""
+    """Return Python's documentation as examples of `length` bytes."""
     text = "\n".join(record["text"] for record in generate("synth:python-topics")).encode()
     starts = range(0, len(text) - length - 1, length)
     return [Example(list(text[s : s + length + 1]), [True] * (length + 1), "topics") for s in starts]
 
 
-def rate(step):
+def learning_rate(step):
     return LR * min(1.0, step / WARMUP)
 
 
-def ours(folder, stream, steps, device, kind):
+def train_whet(directory, stream, steps, device, kind):
     precision = choose_precision("bf16" if device.type == "cuda" else "fp32", device)
-    model, _ = whet.load(folder, dtype=precision.trained, device=device)
+    model, _ = whet.load(directory, dtype=precision.trained, device=device)
     model.requires_grad_(True)
     if kind == "whet-fp8":
         use_fp8(model, "full")
@@ -114,20 +114,20 @@ def ours(folder, stream, steps, device, kind):
     return [row["loss"] for row in trainer.fit().history if "loss" in row]
 
 
-def theirs(folder, stream, steps, device, _):
-    """The loop that people write: bf16 by autocast on a GPU; as in whet, embeddings and norms do not decay."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
+def train_transformers(directory, stream, steps, device, _):
+    """Train with a plain loop: bf16 autocast on a GPU; as in whet, no weight decay of embeddings and norms."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).train()
     embeddings = {id(p) for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
     decays = {id(p): p.dim() > 1 and id(p) not in embeddings for p in model.parameters()}
     matrices = [p for p in model.parameters() if decays[id(p)]]
-    others = [p for p in model.parameters() if not decays[id(p)]]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    undecayed = [p for p in model.parameters() if not decays[id(p)]]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
     losses = []
     for step in range(1, steps + 1):
         (batch,) = next(stream)
         for group in optimizer.param_groups:
-            group["lr"] = rate(step)
+            group["lr"] = learning_rate(step)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(batch.tokens.to(device)).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch.targets.to(device).flatten())
@@ -139,16 +139,16 @@ def theirs(folder, stream, steps, device, _):
     return [float(loss) for loss in losses]
 
 
-def draw(found, path):
+def plot(curves, path):
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for kind, curve in found.items():
+    for kind, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve, label=kind, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend()
     figure.savefig(path, dpi=110)
 

@@ -1,8 +1,8 @@
-"""The data room in numbers: `python -m benchmarks.data` writes benchmarks/results/data.json.
+"""Benchmark the data pipeline: `python -m benchmarks.data` writes benchmarks/results/data.json.
 
-Tokenisation against the tokenizer's own batch call, the time to the first batch of 100,000 short chats, cold and warm,
-how full packed rows are on ragged chats (mean about 200, at most 2048 tokens), what the loader costs in a step of the
-demo, and the memory that a large text takes. `--large` adds the text of 1 GiB.
+It measures tokenization against the tokenizer's batch call, the time to the first batch of 100,000 short chats with a
+cold and a warm cache, the fill rate of packed rows on ragged chats (about 200 tokens on average, at most 2048), the
+time of the loader in a step of the demo, and the memory needed for a large text. `--large` adds a text of 1 GiB.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def text(rng, words):
 
 
 def write_chats(path, count):
-    """Short chats, no two alike."""
+    """Write short chats that all differ."""
     commands = house("train", 400)
     with path.open("w") as file:
         for number in range(count):
@@ -55,7 +55,7 @@ def write_chats(path, count):
 
 
 def tokenisation(directory):
-    """Tokens a second into the store, against tokenizers' own batch call on the same texts; alternating."""
+    """Compare tokens/s into the store with tokenizers' batch call on the same texts, alternating."""
     rng = random.Random(0)
     path = directory / "texts.jsonl"
     texts = [text(rng, 400) for _ in range(10_000)]
@@ -72,7 +72,7 @@ def tokenisation(directory):
         started = time.perf_counter()
         store = Preparation(tok, cache=cache).store(open_source(str(path)))
         rates["whet"].append(int(store.bounds[-1]) / (time.perf_counter() - started))
-    medians = {name: round(statistics.median(found)) for name, found in rates.items()}
+    medians = {name: round(statistics.median(values)) for name, values in rates.items()}
     return {"tokens_per_s": medians, "ratio": round(medians["whet"] / medians["tokenizers"], 3)}
 
 
@@ -96,7 +96,7 @@ print(time.perf_counter() - started)
 
 
 def first_batch(directory):
-    """Seconds from imports done to the first batch of 100,000 chats."""
+    """Return the seconds from the end of the imports to the first batch of 100,000 chats."""
     path = directory / "chats.jsonl"
     write_chats(path, 100_000)
     command = [
@@ -114,13 +114,13 @@ def first_batch(directory):
 
 
 def ragged_lengths(count=4000):
-    """Lognormal, mean about 200, at most 2048: what chat data looks like."""
-    drawn = np.random.default_rng(0).lognormal(4.9, 0.9, count)
-    return np.clip(drawn.astype(int), 8, 2048)
+    """Return lognormal lengths with a mean of about 200, at most 2048, as in chat data."""
+    lengths = np.random.default_rng(0).lognormal(4.9, 0.9, count)
+    return np.clip(lengths.astype(int), 8, 2048)
 
 
 def packing():
-    """How full steps of 16,384 tokens are, and real tokens / positions of their micro-batches."""
+    """Return the fill rate of steps of 16,384 tokens, and the fraction of positions that are not padding."""
     lengths = ragged_lengths()
     settings = StepSettings(None, 16_384, 4096, pack=True)
     steps = list(plan_epoch(lengths, settings, seed=0, epoch=0))
@@ -139,7 +139,7 @@ def packing():
 
 
 def loader(directory, step_s=1.9):
-    """Milliseconds to make a step's batches on the demo, beside a step of about `step_s` seconds on two cores."""
+    """Return the milliseconds to build the batches of a demo step, which takes about `step_s` s on two cores."""
     tok = tokenizer()
     store = Preparation(tok, cache=directory / "cache-demo").store(open_source("synth:house:400"))
     stream = BatchStream(
@@ -198,7 +198,7 @@ print(peak - before, seconds, int(store.bounds[-1]))
 
 
 def memory(directory, mebibytes):
-    """Peak resident MiB above the model while a text is tokenised and five steps are trained on it."""
+    """Return the peak resident MiB above the model while tokenizing a text and training five steps on it."""
     path = directory / "large.jsonl"
     rng = random.Random(1)
     paragraphs = [text(rng, 300) for _ in range(200)]
@@ -228,7 +228,7 @@ def memory(directory, mebibytes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--large", action="store_true", help="also 1 GiB of text: some minutes, 3 GiB of disk"
+        "--large", action="store_true", help="also 1 GiB of text: takes minutes, and 3 GiB of disk"
     )
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,10 +1,10 @@
-"""Peak memory of a DPO step and of an SFT step on the same tokens: 8 x 512 of them, a model of SmolLM2-135M's shape.
+"""Compare the peak memory of DPO and SFT steps on the same 8 x 512 tokens, with the shape of SmolLM2-135M.
 
     python -m benchmarks.dpo_memory [--device cuda] [--methods lora,full] [--cases sft,dpo-precomputed,dpo-online]
 
-Each case runs in a process of its own: two steps with AdamW in float32, one micro-batch each. On a CPU the peak is that of
-the process's resident memory, on a GPU that of torch's allocations. `above` is what a step needs beyond the loaded model.
-It adds its cases to benchmarks/results/dpo-memory-DEVICE.json.
+Each case runs in a separate process: two steps with AdamW in float32, one micro-batch each. On a CPU the peak is the
+process's resident memory, on a GPU torch's allocated memory. `above` is the memory of a step without the loaded model.
+The cases are added to benchmarks/results/dpo-memory-DEVICE.json.
 """
 
 import argparse
@@ -36,16 +36,16 @@ from whet.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 METHODS, CASES = ("lora", "full"), ("sft", "dpo-precomputed", "dpo-online")
-ROWS, LENGTH, ANSWER, VOCABULARY = 8, 512, 256, 49152
+ROWS, LENGTH, ANSWER, VOCAB_SIZE = 8, 512, 256, 49152
 MIB = 2**20
 
 
-def the_batch() -> Batch:
-    """Eight sequences, the second half of each supervised; for DPO they are four pairs, with reference numbers."""
+def make_dpo_batch() -> Batch:
+    """Return eight sequences with a supervised second half; for DPO, four pairs with reference log-probabilities."""
     rng = random.Random(0)
-    marks = [False] * (LENGTH + 1 - ANSWER) + [True] * ANSWER
+    loss_mask = [False] * (LENGTH + 1 - ANSWER) + [True] * ANSWER
     rows = [
-        [Example([rng.randrange(VOCABULARY) for _ in marks], marks, f"row {row}", values=(-2800.0,))]
+        [Example([rng.randrange(VOCAB_SIZE) for _ in loss_mask], loss_mask, f"row {row}", values=(-2800.0,))]
         for row in range(ROWS)
     ]
     packed = make_batch([[example for row in rows for example in row]])
@@ -54,7 +54,7 @@ def the_batch() -> Batch:
 
 
 def measure(method: str, case: str, device: torch.device) -> dict[str, float]:
-    """The peak of two steps, and what was taken before them."""
+    """Return the peak memory of two steps, and the memory in use before them."""
     model = new_decoder(preset_spec("llama-135m"), seed=0).to(device)
     model.requires_grad_(method == "full")
     reference = None
@@ -71,34 +71,34 @@ def measure(method: str, case: str, device: torch.device) -> dict[str, float]:
             "run": {"steps": 2, "batch_size": ROWS, "precision": "fp32"},
         }
     )
-    batch = the_batch() if case != "sft" else replace(the_batch(), values=None)
+    batch = make_dpo_batch() if case != "sft" else replace(make_dpo_batch(), values=None)
 
     def batches() -> Iterator[list[Batch]]:
         while True:
             yield [batch]
 
     trainer = Trainer(model, objective, batches(), config)
-    loaded = taken(device)
+    loaded = memory_in_use(device)
     started = time.perf_counter()
     for _ in range(2):
         trainer.step(next(trainer.stream))
     return {
         "loaded_mib": loaded / MIB,
-        "peak_mib": peak(device) / MIB,
-        "above_mib": (peak(device) - loaded) / MIB,
+        "peak_mib": peak_memory(device) / MIB,
+        "above_mib": (peak_memory(device) - loaded) / MIB,
         "seconds": time.perf_counter() - started,
     }
 
 
-def taken(device: torch.device) -> int:
-    """Bytes in use now."""
+def memory_in_use(device: torch.device) -> int:
+    """Return the bytes in use."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
-def peak(device: torch.device) -> int:
-    """Bytes in use at most, so far."""
+def peak_memory(device: torch.device) -> int:
+    """Return the peak of the bytes in use."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -110,32 +110,34 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--one", nargs=2, metavar=("METHOD", "CASE"), help="measure here, print JSON")
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(measure(*given.one, torch.device(given.device))))
+    parser.add_argument(
+        "--one", nargs=2, metavar=("METHOD", "CASE"), help="measure in this process, and print JSON"
+    )
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(*options.one, torch.device(options.device))))
         return
-    path = ROOT / "benchmarks" / "results" / f"dpo-memory-{given.device}.json"
+    path = ROOT / "benchmarks" / "results" / f"dpo-memory-{options.device}.json"
     result = json.loads(path.read_text()) if path.is_file() else {}
-    found = result.get("cases", {})
-    for method in given.methods.split(","):
-        for case in given.cases.split(","):
-            command = [sys.executable, "-m", "benchmarks.dpo_memory", "--device", given.device, "--one"]
+    cases = result.get("cases", {})
+    for method in options.methods.split(","):
+        for case in options.cases.split(","):
+            command = [sys.executable, "-m", "benchmarks.dpo_memory", "--device", options.device, "--one"]
             done = subprocess.run(
                 [*command, method, case], cwd=ROOT, capture_output=True, text=True, check=True
             )
-            found[f"{method} {case}"] = json.loads(done.stdout.splitlines()[-1])
-            print(method, case, found[f"{method} {case}"], flush=True)
+            cases[f"{method} {case}"] = json.loads(done.stdout.splitlines()[-1])
+            print(method, case, cases[f"{method} {case}"], flush=True)
     ratios = {
         name: {
-            what: round(numbers[what] / found[f"{name.split()[0]} sft"][what], 3)
-            for what in ("peak_mib", "above_mib")
+            key: round(values[key] / cases[f"{name.split()[0]} sft"][key], 3)
+            for key in ("peak_mib", "above_mib")
         }
-        for name, numbers in found.items()
-        if f"{name.split()[0]} sft" in found and not name.endswith(" sft")
+        for name, values in cases.items()
+        if f"{name.split()[0]} sft" in cases and not name.endswith(" sft")
     }
     setting = f"{ROWS} x {LENGTH} tokens, one micro-batch, float32, AdamW, the shape of SmolLM2-135M"
-    result = {"machine": describe_machine(), "setting": setting, "cases": found, "times_sft": ratios}
+    result = {"machine": describe_machine(), "setting": setting, "cases": cases, "times_sft": ratios}
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(ratios, indent=2))
 

@@ -1,8 +1,9 @@
-"""What experts cost: `python -m benchmarks.experts [--device cuda] [--threads N]`; benchmarks/results/experts-DEVICE.json.
+"""Benchmark mixture-of-experts layers: `python -m benchmarks.experts [--device cuda] [--threads N]`.
 
-Forward and backward of one layer: 4 and 32 experts of one size, two for each token, by torch's grouped product and by
-the loop over experts; and a dense layer as wide as the two experts a token meets. On a CPU with one thread: that is what
-the work takes, also where others keep the cores busy. With several, each of an expert's products waits for the slowest.
+Measures forward and backward of one layer with 4 and 32 experts of equal size, two per token, with torch's grouped
+matmul and with a loop over experts, and of a dense layer as wide as two experts. On a CPU it uses one thread, so that
+other processes on the machine affect the times less. With several threads, each matmul of an expert waits for the
+slowest thread. Writes benchmarks/results/experts-DEVICE.json.
 """
 
 import argparse
@@ -25,40 +26,40 @@ SIZES = {  # tokens, d_model, width of an expert
 
 
 def layers(d_model, width):
-    """What is compared, by name."""
-    found = {f"{n} experts": MixtureOfExperts(ExpertsSpec(n, 2, width), d_model=d_model) for n in (4, 32)}
-    return {**found, "dense": FeedForward(FeedForwardSpec(2 * width), d_model=d_model)}
+    """Return the layers to compare, by name."""
+    experts = {f"{n} experts": MixtureOfExperts(ExpertsSpec(n, 2, width), d_model=d_model) for n in (4, 32)}
+    return {**experts, "dense": FeedForward(FeedForwardSpec(2 * width), d_model=d_model)}
 
 
 def seconds(layer, x):
-    """Of one forward and backward."""
-    _wait(x.device)
+    """Return the seconds of one forward and backward pass."""
+    _synchronize(x.device)
     started = time.perf_counter()
     layer(x).square().sum().backward()
-    _wait(x.device)
-    taken = time.perf_counter() - started
+    _synchronize(x.device)
+    elapsed = time.perf_counter() - started
     layer.zero_grad(set_to_none=True)
     x.grad = None
-    return taken
+    return elapsed
 
 
-def _wait(device):
+def _synchronize(device):
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def compare(tokens, d_model, width, *, device, dtype, repeats=6):
-    """The best time of each layer: they take turns, and whatever else a machine does only adds to a time."""
+    """Return the best time of each layer; the layers alternate, and other load only increases a time."""
     torch.manual_seed(0)
-    made = {name: layer.to(device, dtype) for name, layer in layers(d_model, width).items()}
+    compared = {name: layer.to(device, dtype) for name, layer in layers(d_model, width).items()}
     x = torch.randn(tokens, d_model, device=device, dtype=dtype, requires_grad=True)
-    found = {name: [] for name in made}
-    for turn in range(repeats + 1):
-        for name, layer in made.items():
-            taken = seconds(layer, x)
-            if turn:  # the first one warms up
-                found[name].append(taken)
-    best = {name: min(each) for name, each in found.items()}
+    times = {name: [] for name in compared}
+    for round_index in range(repeats + 1):
+        for name, layer in compared.items():
+            elapsed = seconds(layer, x)
+            if round_index:  # the first round is a warm-up
+                times[name].append(elapsed)
+    best = {name: min(each) for name, each in times.items()}
     return {
         "tokens": tokens,
         "d_model": d_model,

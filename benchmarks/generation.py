@@ -1,11 +1,11 @@
-"""Generation in numbers: `python -m benchmarks.generation` writes benchmarks/results/generation.json.
+"""Benchmark generation: `python -m benchmarks.generation` writes benchmarks/results/generation.json.
 
-Greedy tokens a second of whet and of transformers' `generate` on SmolLM2-135M-Instruct, in one process, one after the
-other in turn, medians; prompts of different lengths, no row ends early. On a CPU in float32, 16 rows of 64 new tokens;
-with `--device cuda` in bfloat16, also 64 rows of 256, and transformers with a static cache (which it compiles) beside
-its default (`generation-cuda.json`). Setting up whet's CUDA graphs is in its time; transformers' compilation is not in
-its. Also whet with an adapter of rank 16 on all linear layers. On a CPU also the time of a step's linear layers, for
-several numbers of rows.
+Compares tokens/s of greedy decoding with whet and with transformers' `generate` on SmolLM2-135M-Instruct, alternating in
+one process; values are medians. Prompts have different lengths, and no row ends early. On a CPU: float32, 16 rows of 64
+new tokens. With `--device cuda`: bfloat16, also 64 rows of 256, and transformers also with a static cache, which it
+compiles (`generation-cuda.json`). The capture of whet's CUDA graphs is part of its time; transformers' compilation is
+not. Also measures whet with a rank-16 adapter on all linear layers and, on a CPU, the time of the linear layers of one
+decoding step for several numbers of rows.
 """
 
 import argparse
@@ -32,58 +32,60 @@ WORDS = "river stone lamp cloud knife paper bread glass train forest ocean winte
 
 def questions(tokenizer, rows):
     texts = [f"Write a long story about a {WORDS[i % 16]}." + " Be vivid." * (i % 4) for i in range(rows)]
-    texts = [f"{text} Number {i}." for i, text in enumerate(texts)]  # no two alike: none is read for another
+    texts = [
+        f"{text} Number {i}." for i, text in enumerate(texts)
+    ]  # all differ, so that no prefill is shared
     return [encode_prompt(tokenizer, text) for text in texts]
 
 
-def theirs(model, prompts, new_tokens, **settings):
-    """transformers' generate on left-padded rows, none of which may end early."""
+def generate_with_transformers(model, prompts, new_tokens, **settings):
+    """Run transformers' generate on left-padded rows, none of which may end early."""
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    found = model.generate(
+    output = model.generate(
         tokens, attention_mask=mask, do_sample=False, pad_token_id=0, eos_token_id=-1, **lengths, **settings
     )
-    return found[:, width:].tolist()
+    return output[:, width:].tolist()
 
 
 def timed(device, run):
     started = time.perf_counter()
-    found = run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started, found
+    return time.perf_counter() - started, result
 
 
 def compare(ours, adapted, reference, tokenizer, *, rows, new_tokens, rounds, static):
-    """Tokens a second of each, and in how many rows the tokens are the same."""
+    """Return tokens/s of each, and the number of rows with equal tokens."""
     prompts = questions(tokenizer, rows)
     device = ours.device
 
-    def by_whet(sampling=None, model=ours):
+    def generate_with_whet(sampling=None, model=ours):
         return generate_tokens(
             model, prompts, max_tokens=new_tokens, stop_tokens=set(), sampling=sampling, seed=0
         )
 
     runs = {
-        "whet": by_whet,
-        "transformers": lambda: theirs(reference, prompts, new_tokens),
-        "whet_sampled": lambda: by_whet(Sampling(temperature=1.0)),
-        "whet_adapter": lambda: by_whet(model=adapted),
+        "whet": generate_with_whet,
+        "transformers": lambda: generate_with_transformers(reference, prompts, new_tokens),
+        "whet_sampled": lambda: generate_with_whet(Sampling(temperature=1.0)),
+        "whet_adapter": lambda: generate_with_whet(model=adapted),
     }
     if static:
-        runs["transformers_static"] = lambda: theirs(
+        runs["transformers_static"] = lambda: generate_with_transformers(
             reference, prompts, new_tokens, cache_implementation="static"
         )
     seconds = {name: [] for name in runs}
-    found = {}
-    for turn in range(rounds + 1):
+    outputs = {}
+    for round_index in range(rounds + 1):
         for name, run in runs.items():
-            taken, found[name] = timed(device, run)
-            if turn:  # the first turn warms up
-                seconds[name].append(taken)
-            print(f"{rows} x {new_tokens} {name}: {rows * new_tokens / taken:.0f} tokens/s", flush=True)
+            elapsed, outputs[name] = timed(device, run)
+            if round_index:  # the first round is a warm-up
+                seconds[name].append(elapsed)
+            print(f"{rows} x {new_tokens} {name}: {rows * new_tokens / elapsed:.0f} tokens/s", flush=True)
     rates = {name: round(rows * new_tokens / statistics.median(times), 1) for name, times in seconds.items()}
     return {
         "rows": rows,
@@ -98,13 +100,13 @@ def compare(ours, adapted, reference, tokenizer, *, rows, new_tokens, rounds, st
             else {}
         ),
         "rows_with_equal_tokens": sum(
-            a == b for a, b in zip(found["whet"], found["transformers"], strict=True)
+            a == b for a, b in zip(outputs["whet"], outputs["transformers"], strict=True)
         ),
     }
 
 
-def products(rows):
-    """Milliseconds for the linear layers of one decoding step: torch's x W', and whet's (W x')' below 49 rows."""
+def time_linear_layers(rows):
+    """Return the milliseconds of the linear layers of one decoding step: torch's x W', and whet's (W x')' below 49 rows."""
     shapes = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)] * 30
     weights = [torch.randn(shape) for shape in [*shapes, (49152, 576)]]
     inputs = {size: torch.randn(rows, 1, size) for size in (576, 1536)}
@@ -123,7 +125,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-static", action="store_true", help="leave out transformers' static cache")
+    parser.add_argument("--no-static", action="store_true", help="skip transformers' static cache")
     arguments = parser.parse_args()
     cuda = arguments.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -153,7 +155,7 @@ def main():
         ],
     }
     if not cuda:
-        results["linear_layers_ms"] = {f"{rows}_rows": products(rows) for rows in (4, 16, 48, 64)}
+        results["linear_layers_ms"] = {f"{rows}_rows": time_linear_layers(rows) for rows in (4, 16, 48, 64)}
     name = "generation-cuda.json" if cuda else "generation.json"
     (Path(__file__).parent / "results" / name).write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))

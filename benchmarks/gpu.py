@@ -1,13 +1,13 @@
-"""whet beside transformers (+ PEFT, + Liger) on one GPU: tokens a second and peak memory of a training step.
+"""Compare whet with transformers (+ PEFT, + Liger) on one GPU: tokens/s and peak memory of training steps.
 
-Public model shapes with random weights and random tokens, AdamW, gradients clipped at norm 1. Every case runs
-in a process of its own, whet and its peers by turns.
+Public model shapes with random weights and random tokens, AdamW, gradients clipped at norm 1. Every case runs in a
+separate process; whet and the other libraries alternate.
 
     python -m benchmarks.gpu [CASE ...] [--repeat N] [--compile-first] [--out FILE]
 
-writes benchmarks/results/gpu.json. Peers that are not installed are left out, and said so. With `--compile-first` whet's
-layers are compiled before anything is timed, several cases at once, so that every row begins with a warm cache.
-`to_first_step_s` is counted from the start of a row's process, imports included.
+writes benchmarks/results/gpu.json. For a library that is not installed, a row with the error is written. With
+`--compile-first`, whet's layers are compiled before anything is timed, several cases at once, so that every row starts
+with a warm cache. `to_first_step_s` is measured from the start of a row's process, including imports.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.machine import describe_machine
 
-BEGAN = time.perf_counter()  # of a process that measures: nothing large is imported yet
+PROCESS_START = time.perf_counter()  # before any large import
 RESULT = Path(__file__).parent / "results" / "gpu.json"
 LENGTH = 2048
 STEPS, WARMUP = 20, 5
@@ -41,7 +41,7 @@ SHAPES = {
     },
 }  # fmt: skip
 COMMON = {"max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
-CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which whet packs and the peers pad)
+CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which whet packs and the others pad)
     "1b-lora": ("1b", "lora", 8),
     "8b-lora": ("8b", "lora", 4),
     "135m-full": ("135m", "full", 16),
@@ -50,13 +50,14 @@ CASES = {  # name: shape, method, rows of LENGTH tokens (0: ragged texts, which 
     "135m-full-ragged": ("135m", "full", 0),
 }
 COMPILED_AT_ONCE = 4
-RAGGED_TOKENS = 16384  # of a step of ragged texts, packed
-# texts in a peer's step, padded to the longest: with twice as many, logits do not fit into the memory
+RAGGED_TOKENS = 16384  # per step of packed ragged texts
+# texts per step of the other libraries, padded to the longest: for twice as many, the logits exceed the memory
 RAGGED_ROWS = {"1b": 8, "135m": 32}
-RAGGED_MEAN, RAGGED_MOST = 200, 2048
-PEERS = ("transformers", "liger")
+RAGGED_MEAN, RAGGED_MAX = 200, 2048
+OTHER_LIBRARIES = ("transformers", "liger")
 WHO = {
-    case: ("whet", *(("whet-fp32-master",) if rows else ()), *PEERS) for case, (_, _, rows) in CASES.items()
+    case: ("whet", *(("whet-fp32-master",) if rows else ()), *OTHER_LIBRARIES)
+    for case, (_, _, rows) in CASES.items()
 }
 WHO["1b-full"] = (*WHO["1b-full"], "whet-fp8")
 
@@ -64,7 +65,7 @@ WHO["1b-full"] = (*WHO["1b-full"], "whet-fp8")
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--who", help="with commas; null: all")
+    parser.add_argument("--who", help="comma-separated; default: all")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "WHO"))
@@ -76,17 +77,17 @@ def main():
         print("ROW " + json.dumps(measure(*options.one, options.steps, profile=options.profile)), flush=True)
         return
     rows, cold = [], []
-    every = [
+    pairs = [
         (case, who)
         for case in options.cases
         for who in (options.who.split(",") if options.who else WHO[case])
     ]
     if options.compile_first:
-        ours = list(dict.fromkeys(one for one in every if one[1].startswith("whet")))
+        ours = list(dict.fromkeys(item for item in pairs if item[1].startswith("whet")))
         with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-            cold = list(pool.map(lambda one: row_of(*one, 1), ours))
+            cold = list(pool.map(lambda item: row_of(*item, 1), ours))
         print(json.dumps(cold), flush=True)
-    for case, who in options.repeat * every:
+    for case, who in options.repeat * pairs:
         rows.append(row_of(case, who, options.steps, profile=options.profile))
         print(json.dumps(rows[-1]), flush=True)
         result = {"machine": describe_machine(), "rows": rows, "cold": cold}
@@ -96,34 +97,34 @@ def main():
 def row_of(case, who, steps, *, profile=False):
     command = [sys.executable, "-m", "benchmarks.gpu", "--one", case, who, "--steps", str(steps)]
     done = subprocess.run(command + ["--profile"] * profile, capture_output=True, text=True, check=False)
-    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if profile:
         print(done.stdout, flush=True)
-    if found:
-        return json.loads(found[-1][4:])
+    if lines:
+        return json.loads(lines[-1][4:])
     return {"case": case, "who": who, "failed": (done.stderr.strip().splitlines() or ["?"])[-1]}
 
 
-def texts(vocabulary, rows):
-    """Random tokens: full rows, or ragged ones as long as chats are (log-normal)."""
+def texts(vocab_size, rows):
+    """Return random tokens: full rows, or ragged ones with log-normal lengths, as chats have."""
     import numpy as np
 
     rng = np.random.default_rng(0)
     lengths = np.full(rows, LENGTH)
     if not rows:
-        lengths = rng.lognormal(np.log(RAGGED_MEAN) - 0.5, 1.0, 4000).astype(int).clip(8, RAGGED_MOST)
-    return [rng.integers(0, vocabulary, length + 1) for length in lengths]
+        lengths = rng.lognormal(np.log(RAGGED_MEAN) - 0.5, 1.0, 4000).astype(int).clip(8, RAGGED_MAX)
+    return [rng.integers(0, vocab_size, length + 1) for length in lengths]
 
 
 def measure(case, who, steps, *, profile):
     import torch
 
     shape, method, rows = CASES[case]
-    run = whet_run if who.startswith("whet") else peer_run
+    run = whet_run if who.startswith("whet") else transformers_run
     warmup = WARMUP if rows else 3 * WARMUP
-    found = Steps(warmup + 1, steps, profile=profile)
-    run(shape, method, rows, who, found)
-    times, useful = found.times[warmup + 1 :][:steps], found.tokens[warmup + 1 :][:steps]
+    recorder = Steps(warmup + 1, steps, profile=profile)
+    run(shape, method, rows, who, recorder)
+    times, useful = recorder.times[warmup + 1 :][:steps], recorder.tokens[warmup + 1 :][:steps]
     median = statistics.median(times)
     return {
         "case": case,
@@ -132,14 +133,14 @@ def measure(case, who, steps, *, profile):
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "step_ms": round(1000 * median, 2),
         "spread_ms": [round(1000 * min(times), 2), round(1000 * max(times), 2)],
-        "to_first_step_s": round(found.first_s, 1),
-        **({"compile": found.compiled} if found.compiled else {}),
-        "loss": round(found.loss, 4),
+        "to_first_step_s": round(recorder.first_s, 1),
+        **({"compile": recorder.compiled} if recorder.compiled else {}),
+        "loss": round(recorder.loss, 4),
     }
 
 
 class Steps:
-    """What each step took, from the end of the one before it."""
+    """Records the time of each step, from the end of the previous one."""
 
     def __init__(self, skipped, measured, *, profile):
         self.skipped, self.measured, self.profile = skipped, measured, profile
@@ -151,7 +152,7 @@ class Steps:
         return self.skipped + self.measured + 3 * self.profile
 
     def done(self, loss, tokens):
-        """A step has ended: its loss is known on the host."""
+        """Record the end of a step, whose loss is known on the host."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -161,7 +162,7 @@ class Steps:
         self.loss = loss
         count = len(self.times)
         if count == 1:
-            self.first_s = now - BEGAN
+            self.first_s = now - PROCESS_START
         if count == self.skipped:
             torch.cuda.reset_peak_memory_stats()
         if self.profile and count == self.skipped + self.measured:
@@ -174,8 +175,8 @@ class Steps:
         self.before = time.perf_counter()
 
 
-def whet_run(name, method, rows, who, found):
-    """whet's Trainer, as `whet train` runs it."""
+def whet_run(name, method, rows, who, recorder):
+    """Train with whet's Trainer, as `whet train` does."""
     import torch
 
     import whet
@@ -201,7 +202,7 @@ def whet_run(name, method, rows, who, found):
     with torch.device("meta"):
         model = Decoder(families.FAMILIES["llama"].from_config(config), source_config=config).to(dtype)
     model.to_empty(device=device)
-    draw_weights(model)
+    init_weights(model)
     if method == "lora":
         whet.attach_lora(model, rank=16, alpha=32)
         for parameter in model.parameters():
@@ -225,17 +226,17 @@ def whet_run(name, method, rows, who, found):
         rows or None, None if rows else RAGGED_TOKENS, (rows * LENGTH) or RAGGED_TOKENS, pack=not rows
     )
     stream = BatchStream(examples, full, seed=0)
-    found.compiled = compile_blocks(model, stream.peek()[0], precision)
+    recorder.compiled = compile_blocks(model, stream.peek()[0], precision)
 
     class Clock(Callback):
         def on_step_end(self, step, metrics):
-            found.done(metrics["loss"], metrics["tokens"])
+            recorder.done(metrics["loss"], metrics["tokens"])
 
-    Trainer(model, SFT(), stream, config, [Clock()], total_steps=found.total, precision=precision).fit()
+    Trainer(model, SFT(), stream, config, [Clock()], total_steps=recorder.total, precision=precision).fit()
 
 
-def draw_weights(model):
-    """As transformers does, so that losses can be compared: N(0, 0.02), and norms that change nothing."""
+def init_weights(model):
+    """Initialize as transformers does, so that losses are comparable: N(0, 0.02), and 1 for norms."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.fill_(1.0)
@@ -243,8 +244,8 @@ def draw_weights(model):
             parameter.data.normal_(std=0.02)
 
 
-def peer_run(name, method, rows, who, found):
-    """What people write around transformers and PEFT."""
+def transformers_run(name, method, rows, who, recorder):
+    """Train with a plain loop around transformers and PEFT."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -267,37 +268,37 @@ def peer_run(name, method, rows, who, found):
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    rows_of = [torch.from_numpy(text[:-1]) for text in texts(config.vocab_size, rows)]
+    sequences = [torch.from_numpy(text[:-1]) for text in texts(config.vocab_size, rows)]
     size = rows or RAGGED_ROWS[name]
-    place = itertools.cycle(range(0, len(rows_of) - size + 1, size))
+    starts = itertools.cycle(range(0, len(sequences) - size + 1, size))
 
-    for _ in range(found.total):
-        start = next(place)
-        chosen = rows_of[start : start + size]
+    for _ in range(recorder.total):
+        start = next(starts)
+        batch = sequences[start : start + size]
         pad = torch.nn.utils.rnn.pad_sequence
-        tokens = pad(chosen, batch_first=True).cuda()
-        labels = pad(chosen, batch_first=True, padding_value=-100).cuda()
+        tokens = pad(batch, batch_first=True).cuda()
+        labels = pad(batch, batch_first=True, padding_value=-100).cuda()
         ragged = {} if rows else {"attention_mask": (labels >= 0).long()}
         loss = model(input_ids=tokens, labels=labels, **ragged).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        found.done(loss.item(), sum(map(len, chosen)))
+        recorder.done(loss.item(), sum(map(len, batch)))
 
 
-def show_profile(found):
-    """Where the time of two steps on the device goes, by kernel."""
+def show_profile(profiler):
+    """Print the device time of two steps by kernel."""
     import torch
 
     totals = {}
-    for event in found.events():
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             spent, count = totals.get(event.name, (0.0, 0))
             totals[event.name] = (spent + event.device_time_total / 1000, count + 1)
     kernels = sorted(
         (e.time_range.start, e.time_range.end, e.name)
-        for e in found.events()
+        for e in profiler.events()
         if e.device_type == torch.autograd.DeviceType.CUDA and not e.name.startswith("Optimizer.step")
     )
     gaps, end, before = [], None, ""
@@ -310,8 +311,8 @@ def show_profile(found):
     print(f"PROFILE span {span:.1f} ms, idle {sum(g[0] for g in gaps):.2f} ms in {len(gaps)} gaps")
     for gap in sorted(gaps, reverse=True)[:8]:
         print("PROFILE gap {:.2f} ms after {} before {}".format(*gap))
-    every = sum(spent for spent, _ in totals.values())
-    print(f"PROFILE kernels {every:.1f} ms")
+    total = sum(spent for spent, _ in totals.values())
+    print(f"PROFILE kernels {total:.1f} ms")
     for name, (spent, count) in sorted(totals.items(), key=lambda item: -item[1][0])[:44]:
         print(f"PROFILE {spent:8.2f} ms {count:5d} x {name[:110]}")
 

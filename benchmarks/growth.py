@@ -1,12 +1,12 @@
-"""What grows with what, on one GPU: tokens a second and peak memory of LoRA steps, one size changed at a time.
+"""Measure tokens/s and peak memory of LoRA steps on one GPU while one size grows at a time.
 
     python -m benchmarks.growth [length] [vocabulary] [rank] [batch]
 
-writes benchmarks/results/growth.json, and growth.png with matplotlib; what is not measured again stays in it.
+writes benchmarks/results/growth.json, and growth.png if matplotlib is installed; rows of other sizes are retained.
 
-The shape is that of a 1B model (random weights), bf16, layers compiled, rank 16 on every linear layer, 32,768 tokens a
-step unless the batch is what changes. Text length: rows of that many tokens. Nothing may recompile after the first
-steps of a shape: the count of compilations is in the result.
+The shape is that of a 1B model (random weights), bf16, compiled layers, rank 16 on every linear layer, 32,768 tokens per
+step unless the batch grows. `length` is the number of tokens per row. No recompilation is expected after the first
+steps of a shape: the number of compilations is in the result.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import whet
-from benchmarks.gpu import COMMON, SHAPES, draw_weights
+from benchmarks.gpu import COMMON, SHAPES, init_weights
 from benchmarks.machine import describe_machine
 from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream
@@ -34,7 +34,7 @@ from whet.training.compile import compile_blocks
 from whet.training.trainer import Trainer
 
 RESULT = Path(__file__).parent / "results" / "growth.json"
-TOKENS, LENGTH, VOCABULARY, RANK = 32768, 2048, 128256, 16
+TOKENS, LENGTH, VOCAB_SIZE, RANK = 32768, 2048, 128256, 16
 GROWTH = {
     "length": (512, 1024, 2048, 4096, 8192, 16384, 32768),
     "vocabulary": (32000, 64000, 128256, 256000),
@@ -45,7 +45,7 @@ WARMUP, STEPS = 3, 4
 
 
 class Clock(Callback):
-    """Seconds and memory of the steps after the first few, and what was compiled meanwhile."""
+    """Records the time of the steps after the warm-up, and the compilations during them."""
 
     def __init__(self):
         self.times, self.compiled = [], 0
@@ -72,25 +72,25 @@ def main():
     rows = [row for row in before if row["what"] not in chosen]
     for what in chosen:
         for size in GROWTH[what]:
-            sizes_now = {
+            sizes = {
                 "length": LENGTH,
-                "vocabulary": VOCABULARY,
+                "vocabulary": VOCAB_SIZE,
                 "rank": RANK,
                 "batch": TOKENS,
                 what: size,
             }
-            key = (sizes_now["vocabulary"], sizes_now["rank"])
+            key = (sizes["vocabulary"], sizes["rank"])
             if key not in built:
                 built.clear()
-                gc.collect()  # a trainer and its callbacks know one another
+                gc.collect()  # a trainer and its callbacks are a reference cycle
                 torch.cuda.empty_cache()
-                torch._dynamo.reset()  # or layers of one rank after another would be too many kinds of layers
+                torch._dynamo.reset()  # otherwise the layers of several ranks would exceed the recompile limit
                 built[key] = build(*key)
             started = time.perf_counter()
-            rows.append({"what": what, "size": size, **measure(built[key], sizes_now)})
+            rows.append({"what": what, "size": size, **measure(built[key], sizes)})
             print(json.dumps(rows[-1]), f"{time.perf_counter() - started:.1f} s", flush=True)
             RESULT.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
-    draw(rows, RESULT.with_suffix(".png"))
+    plot(rows, RESULT.with_suffix(".png"))
 
 
 def build(vocabulary, rank):
@@ -100,7 +100,7 @@ def build(vocabulary, rank):
     with torch.device("meta"):
         model = Decoder(families.FAMILIES["llama"].from_config(config), source_config=config).bfloat16()
     model.to_empty(device="cuda")
-    draw_weights(model)
+    init_weights(model)
     return whet.attach_lora(model, rank=rank, alpha=2 * rank)
 
 
@@ -131,7 +131,7 @@ def measure(model, sizes):
     }
 
 
-def draw(rows, path):
+def plot(rows, path):
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -139,12 +139,12 @@ def draw(rows, path):
     figure = Figure(figsize=(11, 5), layout="constrained")
     panels = figure.subplots(2, len(GROWTH))
     for column, what in enumerate(GROWTH):
-        found = [row for row in rows if row["what"] == what]
+        selected = [row for row in rows if row["what"] == what]
         for row, (key, label) in enumerate((("tokens_per_s", "tokens/s"), ("peak_gib", "GiB"))):
             axes = panels[row][column]
-            axes.plot([each["size"] for each in found], [each[key] for each in found], marker="o")
+            axes.plot([each["size"] for each in selected], [each[key] for each in selected], marker="o")
             axes.set_xscale("log", base=2)
-            axes.set_ylim(0, 1.1 * max(each[key] for each in found))
+            axes.set_ylim(0, 1.1 * max(each[key] for each in selected))
             axes.set(xlabel=what, ylabel=label if column == 0 else "")
             axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

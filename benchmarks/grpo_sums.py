@@ -1,8 +1,8 @@
-"""Sums up to 99 from a text with slips, then GRPO on top: examples/grpo-sums-sft.yaml and examples/grpo-sums.yaml.
+"""Benchmark GRPO on sums: run examples/grpo-sums-sft.yaml, then examples/grpo-sums.yaml on its model.
 
     python -m benchmarks.grpo_sums [--note TEXT]
 
-prints exact match on sums that neither has seen, and writes benchmarks/results/grpo.json.
+prints the exact match on sums that are in no training set, and writes benchmarks/results/grpo.json.
 """
 
 import argparse
@@ -33,31 +33,31 @@ ROWS = (
 def run(name, *overrides):
     started = time.perf_counter()
     result = whet.train(load_config(ROOT / "examples" / f"{name}.yaml", overrides))
-    found = [
+    evaluations = [
         {"step": row["step"], "exact_match": row["exact_match"]}
         for row in result.history
         if "exact_match" in row
     ]
-    print(name, found, flush=True)
-    return result, {"seconds": round(time.perf_counter() - started, 1), "evaluations": found}
+    print(name, evaluations, flush=True)
+    return result, {"seconds": round(time.perf_counter() - started, 1), "evaluations": evaluations}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--note", default="", help="kept with the result")
+    parser.add_argument("--note", default="", help="stored with the result")
     note = parser.parse_args().note
     with tempfile.TemporaryDirectory() as scratch:
         _, before = run("grpo-sums-sft", f"run.dir={scratch}")
         result, after = run("grpo-sums", f"run.dir={scratch}", f"model={scratch}/grpo-sums-sft")
     steps = [row for row in result.history if "reward_mean" in row]
     after["steps"] = [{key: row[key] for key in ROWS} for row in steps[:: max(1, len(steps) // 12)]]
-    written = {
+    output = {
         "what": "exact match on 500 sums that were in no training set; greedy",
         "machine": describe_machine() | {"threads": torch.get_num_threads(), "note": note},
         "examples/grpo-sums-sft.yaml": before,
         "examples/grpo-sums.yaml": after,
     }
-    RESULT.write_text(json.dumps(written, indent=2) + "\n")
+    RESULT.write_text(json.dumps(output, indent=2) + "\n")
 
 
 if __name__ == "__main__":

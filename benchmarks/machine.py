@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Description of the machine, stored with every benchmark result."""
 
 import importlib.metadata
 import os
@@ -6,7 +6,7 @@ import platform
 
 
 def describe_machine():
-    """Hardware and versions, for a result's file."""
+    """Return the hardware and the versions of libraries."""
     import torch
 
     packages = ("torch", "transformers", "tokenizers", "peft", "numpy")

@@ -1,10 +1,10 @@
-"""The peak memory that `whet plan` predicts, beside the one that is measured.
+"""Compare the peak memory that `whet plan` predicts with the measured one.
 
     python -m benchmarks.plan_memory [--device cuda] [--compile] [--cases small-full,...]
 
-Each case trains for two steps. On a CPU the peak is that of the process's resident memory above what it had before
-the model was built, with a malloc that gives back what is freed; on a GPU it is that of torch's allocations. Nothing
-was fitted to these cases. It adds them to benchmarks/results/plan-memory-DEVICE.json.
+Each case trains for two steps. On a CPU the peak is the process's resident memory above its value before the model was
+built, with a malloc that returns freed memory; on a GPU it is torch's allocated memory. The predictions were not fitted
+to these cases. The cases are added to benchmarks/results/plan-memory-DEVICE.json.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shape, how it is trained, and the documents of a micro-batch."""
+    """The shape of a model, the training method, and the documents of a micro-batch."""
 
     shape: dict[str, Any]
     method: str
@@ -92,14 +92,14 @@ QUICK = (
     "words-full",
     "words-lora",
 )
-GPU_DOCUMENTS = 8  # times as many of them on a GPU
+GPU_DOCUMENTS = 8  # factor for the documents on a GPU
 RESULTS = Path(__file__).parent / "results"
-# glibc keeps what was freed for later; so that resident memory is what is in use, it must give back each piece
+# glibc retains freed memory; with these thresholds it returns it, so that resident memory is the memory in use
 PLAIN_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def config_of(case: Case, *, device: str, compiled: bool = False) -> RunConfig:
-    """The run of a case. Adapters need a model with weights, so a name stands for the case's own shape."""
+    """Return the config of a case. Adapters need a pretrained model, so a placeholder name stands for its shape."""
     tokens = case.documents * case.length
     return validate_config(
         {
@@ -121,10 +121,10 @@ def config_of(case: Case, *, device: str, compiled: bool = False) -> RunConfig:
 
 
 def measure(case: Case, *, device: torch.device, compiled: bool = False) -> float:
-    """MiB at the peak of two steps, above what was there before the model."""
+    """Return the peak MiB of two steps above the memory in use before the model was built."""
     config = config_of(case, device=device.type, compiled=compiled)
     precision = choose_precision(config.run.precision, device)
-    before = _taken(device)
+    before = _memory_in_use(device)
     _reset_peak(device)
     model = new_decoder(preset_spec("nano", **case.shape), seed=0)
     if case.method == "qlora":
@@ -134,16 +134,16 @@ def measure(case: Case, *, device: torch.device, compiled: bool = False) -> floa
     model.grad_checkpoint = config.run.grad_checkpoint
     if compiled:
         compile_blocks(model, _batch(case), precision)
-    first = _batch(replace(case, documents=1, length=16))  # after which the optimizer has its state
+    first = _batch(replace(case, documents=1, length=16))  # creates the state of the optimizer
     trainer = Trainer(model, SFT(), iter(()), config, precision=precision)
     trainer.step([first])
     _reset_peak(device)
     trainer.step([_batch(case)] * case.micro_batches)
-    return (_peak(device) - before) / MIB
+    return (_peak_memory(device) - before) / MIB
 
 
 def predict(case: Case, *, device: str, compiled: bool = False) -> Memory:
-    """What `whet plan` says of the same run."""
+    """Return the memory that `whet plan` predicts for the same run."""
     config = config_of(case, device=device, compiled=compiled)
     return plan_run(config, spec=preset_spec("nano", **case.shape), suggest=False).memory
 
@@ -162,18 +162,18 @@ def _batch(case: Case) -> Batch:
 
 
 def _warm_up(device: torch.device) -> None:
-    """What the first step of a process takes for libraries and their buffers is no part of a plan."""
+    """Train one small step, because a plan does not include the buffers that libraries allocate in the first one."""
     bitsandbytes_functional()
     shape = {"d_model": 64, "layers": 2, "heads": 2, "width": 64, "vocab_size": 256}
     measure(Case(shape, "lora", documents=2, length=32, run=_RECOMPUTED), device=device)
 
 
-def _taken(device: torch.device) -> int:
+def _memory_in_use(device: torch.device) -> int:
     gc.collect()
     return torch.cuda.memory_allocated() if device.type == "cuda" else _status("VmRSS")
 
 
-def _peak(device: torch.device) -> int:
+def _peak_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status("VmHWM")
 
 
@@ -181,7 +181,7 @@ def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # of this process alone: ru_maxrss is inherited
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; ru_maxrss is inherited from the parent
 
 
 def _status(field: str) -> int:
@@ -190,7 +190,7 @@ def _status(field: str) -> int:
 
 
 def compare(name: str, *, device: str, compiled: bool = False) -> dict[str, Any]:  # Any: JSON values
-    """One case, measured here and predicted."""
+    """Return the measured and the predicted memory of one case."""
     case = CASES[name]
     if device == "cuda":
         case = replace(case, documents=case.documents * GPU_DOCUMENTS)
@@ -210,30 +210,30 @@ def compare(name: str, *, device: str, compiled: bool = False) -> dict[str, Any]
 
 
 def main() -> None:
-    """Go through the cases and write the table."""
+    """Compare all cases and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument(
-        "--cases", help="names with commas; null: all, or with --compile those of the quick test"
+        "--cases", help="comma-separated names; default: all, or with --compile the quick ones"
     )
     parser.add_argument(
-        "--rows", action="store_true", help="print a JSON object for each case, write nothing"
+        "--rows", action="store_true", help="print one JSON object per case, and write no file"
     )
-    given = parser.parse_args()
-    if given.device == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    options = parser.parse_args()
+    if options.device == "cpu" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         os.execve(
             sys.executable,
             [sys.executable, "-m", "benchmarks.plan_memory", *sys.argv[1:]],
             os.environ | PLAIN_MALLOC,
         )
-    _warm_up(torch.device(given.device))
-    found = {}
-    names = given.cases.split(",") if given.cases else QUICK if given.compile else CASES
+    _warm_up(torch.device(options.device))
+    results = {}
+    names = options.cases.split(",") if options.cases else QUICK if options.compile else CASES
     for name in names:
-        row = found[name] = compare(name, device=given.device, compiled=given.compile)
+        row = results[name] = compare(name, device=options.device, compiled=options.compile)
         torch._dynamo.reset()
-        if given.rows:
+        if options.rows:
             print(json.dumps({"case": name, **row}), flush=True)
         else:
             print(
@@ -241,15 +241,15 @@ def main() -> None:
                 f"  x {row['ratio']:.3f}  (peak in the {row['peak_at']}; {row['seconds']} + {row['plan_seconds']} s)",
                 flush=True,
             )
-    if given.rows:
+    if options.rows:
         return
-    path = RESULTS / f"plan-memory-{given.device}{'-compile' * given.compile}.json"
+    path = RESULTS / f"plan-memory-{options.device}{'-compile' * options.compile}.json"
     earlier = json.loads(path.read_text())["cases"] if path.is_file() else {}
-    found = {name: {**earlier, **found}[name] for name in CASES if name in {**earlier, **found}}
-    worst = max(abs(row["ratio"] - 1) for row in found.values())
-    result = {"machine": describe_machine(), "worst": round(worst, 3), "cases": found}
+    results = {name: {**earlier, **results}[name] for name in CASES if name in {**earlier, **results}}
+    worst = max(abs(row["ratio"] - 1) for row in results.values())
+    result = {"machine": describe_machine(), "worst": round(worst, 3), "cases": results}
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{len(found)} cases, at most {100 * worst:.1f}% off; {path.name}")
+    print(f"{len(results)} cases, at most {100 * worst:.1f}% off; {path.name}")
 
 
 if __name__ == "__main__":

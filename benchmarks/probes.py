@@ -1,9 +1,9 @@
-"""What the probes of a run cost at their usual intervals, as a share of its steps.
+"""Measure the cost of probes at their default intervals, as a fraction of the step time.
 
     python -m benchmarks.probes [--rounds N] [--plain-steps N] [--device D] [CASE...]; cases: nano, smollm2-lora, smollm2-full
 
-Rounds alternate: some plain steps, then every probe once, so that a machine that slows down slows both. The cost
-is the sum over probes of (median seconds / interval), divided by the median seconds of a step. Writes
+Each round runs some plain steps, then every probe once, so that a temporary slowdown affects both. The cost is the sum
+over probes of (median seconds / interval), divided by the median seconds of a step. Writes
 benchmarks/results/probes.json (with --device cuda, probes-cuda.json).
 """
 
@@ -44,31 +44,33 @@ CASES = {
 
 def measure(case, *, rounds, plain_steps, device, directory):
     settings = {**CASES[case], "run": {**CASES[case]["run"], "device": device, "dir": str(directory)}}
-    config, usual = validate_config(settings), Probes()
-    with open_assembly(config) as work:
-        pieces = probe_batches(work.stream, work.objective)
+    config, defaults = validate_config(settings), Probes()
+    with open_assembly(config) as assembly:
+        batches = probe_batches(assembly.stream, assembly.objective)
         probes = {
-            "gradients": whet.GradientStats(pieces[0], usual.gradients),
-            "weights": whet.WeightStats(usual.weights),
-            "activations": whet.ActivationStats(pieces[0], usual.activations),
-            "attention": whet.AttentionEntropy(pieces[0], usual.attention),
-            "noise": whet.GradientNoise(pieces, usual.noise),
-            "rank": whet.EffectiveRank(usual.rank),
+            "gradients": whet.GradientStats(batches[0], defaults.gradients),
+            "weights": whet.WeightStats(defaults.weights),
+            "activations": whet.ActivationStats(batches[0], defaults.activations),
+            "attention": whet.AttentionEntropy(batches[0], defaults.attention),
+            "noise": whet.GradientNoise(batches, defaults.noise),
+            "rank": whet.EffectiveRank(defaults.rank),
         }
-        trainer = Trainer(work.model, work.objective, work.stream, config, precision=work.precision)
+        trainer = Trainer(
+            assembly.model, assembly.objective, assembly.stream, config, precision=assembly.precision
+        )
         for probe in probes.values():
             probe.trainer = trainer
             probe.on_train_begin(trainer.view)
         steps, seconds = [], {name: [] for name in probes}
-        trainer.step(next(work.stream))  # the first one warms up
+        trainer.step(next(assembly.stream))  # warm-up
         for _ in range(rounds):
-            steps += [trainer.step(next(work.stream))["step_s"] for _ in range(plain_steps)]
+            steps += [trainer.step(next(assembly.stream))["step_s"] for _ in range(plain_steps)]
             for name, probe in probes.items():
                 started = time.perf_counter()
-                probe.on_step_end(probe.every, found := {})
+                probe.on_step_end(probe.every, metrics := {})
                 if device == "cuda":
                     torch.cuda.synchronize()
-                assert any(key.startswith("exp_") for key in found), name
+                assert any(key.startswith("exp_") for key in metrics), name
                 seconds[name].append(time.perf_counter() - started)
         step = statistics.median(steps)
         each = {name: statistics.median(values) for name, values in seconds.items()}
@@ -84,8 +86,8 @@ def measure(case, *, rounds, plain_steps, device, directory):
             },
             "share": sum(each[name] / probe.every / step for name, probe in probes.items()),
             "rounds": rounds,
-            "device": str(work.device),
-            "precision": work.precision.reason,
+            "device": str(assembly.device),
+            "precision": assembly.precision.reason,
             "threads": torch.get_num_threads(),
         }
 
@@ -94,7 +96,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--plain-steps", type=int, default=3, help="in a round")
+    parser.add_argument("--plain-steps", type=int, default=3, help="plain steps per round")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--note", default="")
     options = parser.parse_args()
@@ -102,16 +104,16 @@ def main():
     path = RESULTS / ("probes.json" if options.device == "cpu" else f"probes-{options.device}.json")
     results = json.loads(path.read_text())["cases"] if path.is_file() else {}
     for case in options.cases:
-        found = measure(
+        result = measure(
             case,
             rounds=options.rounds,
             plain_steps=options.plain_steps,
             device=options.device,
             directory=path.parent / "none",
         )
-        results[case] = {**found, "note": options.note} if options.note else found
-        parts = ", ".join(f"{name} {each['share']:.2%}" for name, each in found["probes"].items())
-        print(f"{case}: step {found['step_s']:.3f} s; probes {found['share']:.2%} ({parts})", flush=True)
+        results[case] = {**result, "note": options.note} if options.note else result
+        parts = ", ".join(f"{name} {each['share']:.2%}" for name, each in result["probes"].items())
+        print(f"{case}: step {result['step_s']:.3f} s; probes {result['share']:.2%} ({parts})", flush=True)
     path.write_text(json.dumps({"machine": describe_machine(), "cases": results}, indent=2) + "\n")
 
 

@@ -1,10 +1,10 @@
-"""What 16 bits leave of an adapter's first small updates: whet and PEFT beside the same in float32.
+"""Measure the rounding error of small adapter updates in 16 bits: whet and PEFT against float32.
 
     python -m benchmarks.rounding      writes benchmarks/results/rounding-DEVICE.json
 
-SmolLM2-135M, LoRA of rank 8 on all linear layers, the same A to begin with, the same chats in the same order, AdamW at a
-constant rate. PEFT adds the update to an output that has been rounded already, where what is smaller than its last
-digit is lost; whet adds the two, or parts of them, before they are rounded. Adapters are in float32 everywhere.
+SmolLM2-135M, LoRA of rank 8 on all linear layers, the same initial A, the same chats in the same order, AdamW with a
+constant learning rate. PEFT adds the update to an output that is already rounded, which loses updates smaller than its
+precision; whet adds both, or parts of them, before rounding. Adapters are always in float32.
 """
 
 import argparse
@@ -40,29 +40,34 @@ def main():
     device = choose_device()
     _, tokenizer = whet.load(MODEL, device="cpu")
     examples = encode_records(open_source("synth:house:200"), tokenizer)
-    found = {}
+    curves = {}
     for precision in ("fp32", "bf16"):
-        for who, curve in (("whet", ours), ("peft", theirs)):
+        for who, curve in (("whet", train_whet), ("peft", train_peft)):
             stream = BatchStream(examples, StepSettings(ROWS, None, None, pack=False), seed=SEED)
-            found[f"{who}, {precision}"] = curve(stream, options.steps, precision, device)
+            curves[f"{who}, {precision}"] = curve(stream, options.steps, precision, device)
             print(
-                f"{who}, {precision}", [round(loss, 4) for loss in found[f"{who}, {precision}"]], flush=True
+                f"{who}, {precision}", [round(loss, 4) for loss in curves[f"{who}, {precision}"]], flush=True
             )
-    base = found["whet, fp32"]
-    apart = {
+    base = curves["whet, fp32"]
+    differences = {
         name: sum(abs(a - b) for a, b in zip(base, curve, strict=True)) / len(base)
-        for name, curve in found.items()
+        for name, curve in curves.items()
     }
     settings = {"lr": LR, "rank": RANK, "alpha": ALPHA, "chats_a_step": ROWS}
-    result = {"machine": describe_machine(), **settings, "mean_distance_from_float32": apart, "losses": found}
+    result = {
+        "machine": describe_machine(),
+        **settings,
+        "mean_distance_from_float32": differences,
+        "losses": curves,
+    }
     (RESULTS / f"rounding-{device.type}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(apart, indent=1))
+    print(json.dumps(differences, indent=1))
 
 
-def ours(stream, steps, name, device):
+def train_whet(stream, steps, name, device):
     precision = choose_precision(name, device)
     model, _ = whet.load(MODEL, dtype=precision.frozen, device="cpu")
-    torch.manual_seed(SEED)  # on the CPU, since a GPU draws other numbers
+    torch.manual_seed(SEED)  # on the CPU, because a GPU has other random numbers
     model = whet.attach_lora(model, rank=RANK, alpha=ALPHA).to(device)
     config = validate_config(
         {
@@ -76,18 +81,18 @@ def ours(stream, steps, name, device):
     return [row["loss"] for row in trainer.fit().history if "loss" in row]
 
 
-def theirs(stream, steps, name, device):
+def train_peft(stream, steps, name, device):
     dtype = torch.bfloat16 if name == "bf16" else torch.float32
     base, _ = whet.load(MODEL, dtype=torch.float32, device="cpu")
     torch.manual_seed(SEED)
     whet.attach_lora(base, rank=RANK, alpha=ALPHA)
-    first = {key: p.detach() for key, p in base.named_parameters() if key.endswith("lora_A")}
+    initial_a = {key: p.detach() for key, p in base.named_parameters() if key.endswith("lora_A")}
     model = AutoModelForCausalLM.from_pretrained(base.source, dtype=dtype).to(device)
     settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     model = get_peft_model(model, settings)
-    own = dict(model.named_parameters())
-    for key, value in first.items():
-        own[f"base_model.model.model.{key}.default.weight"].data.copy_(value)
+    parameters = dict(model.named_parameters())
+    for key, value in initial_a.items():
+        parameters[f"base_model.model.model.{key}.default.weight"].data.copy_(value)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
     losses = []
@@ -98,9 +103,9 @@ def theirs(stream, steps, name, device):
         for batch in batches:
             with torch.autocast(device.type, dtype=dtype, enabled=name == "bf16"):
                 logits = model(batch.tokens.to(device)).logits
-            chosen = batch.supervised_positions.to(device)
-            targets = batch.targets.to(device).flatten()[chosen]
-            loss = F.cross_entropy(logits.flatten(0, 1)[chosen].float(), targets, reduction="sum") / units
+            supervised = batch.supervised_positions.to(device)
+            targets = batch.targets.to(device).flatten()[supervised]
+            loss = F.cross_entropy(logits.flatten(0, 1)[supervised].float(), targets, reduction="sum") / units
             loss.backward()
             total += float(loss.detach())
         optimizer.step()

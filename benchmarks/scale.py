@@ -1,10 +1,10 @@
-"""Memory a rank and speed of one run on 1, 2, 4 ... processes, replicated and sharded.
+"""Measure memory per rank and speed of one run on 1, 2, 4 ... processes, replicated (DDP) and sharded (FSDP).
 
     python -m benchmarks.scale --sizes 1 2 4 --out benchmarks/results/scale-cpu.json
     python -m benchmarks.scale --device cuda --sizes 1 2 4 8 --model llama-1b --batch-tokens 65536
 
-Weights and moments are counted (the bytes of this rank's parts); the peak is the allocator's on a GPU and the whole
-process's on a CPU, where torch itself is most of it.
+Weights and moments are computed from the sizes of a rank's shards. The peak is the allocator's on a GPU, and the
+process's on a CPU, where torch itself is the largest part.
 """
 
 import argparse
@@ -68,15 +68,15 @@ def main():
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as directory:
         for size in options.sizes:
             for kind in KINDS if size > 1 else KINDS[:1]:
-                found.append(measure(kind, size, options, Path(directory)))
-                print(json.dumps(found[-1]))
+                results.append(measure(kind, size, options, Path(directory)))
+                print(json.dumps(results[-1]))
     if options.out is not None:
         shown = {name: value for name, value in vars(options).items() if name != "out"}
-        result = {"machine": describe_machine(), "options": shown, "runs": found}
+        result = {"machine": describe_machine(), "options": shown, "runs": results}
         options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -1,12 +1,11 @@
-"""Self-speculative decoding against plain decoding, greedily, one text at a time.
+"""Compare self-speculative with plain greedy decoding, one text at a time.
 
-Trains examples/mtp-nano.yaml (or an override of it), opens its checkpoint with the heads, and continues pieces of the
-validation text both ways. The tokens must be equal; how many guesses are right, and what that is worth in time, is
-what is measured.
+Trains examples/mtp-nano.yaml (with overrides), loads its checkpoint with the heads, and continues parts of the
+validation text with both. The tokens must be equal; the acceptance rate and the speed-up are measured.
 
     python -m benchmarks.speculative DIRECTORY NAME [section.key=value ...]
 
-keeps the run in DIRECTORY and writes benchmarks/results/speculative-NAME.json.
+stores the run in DIRECTORY and writes benchmarks/results/speculative-NAME.json.
 """
 
 import argparse
@@ -44,7 +43,7 @@ def prompts_from(tokenizer):
 
 
 def measure(model, heads, prompts):
-    """Seconds of both ways, in turns so that both meet the same neighbours, and what the guesses were worth."""
+    """Return the speed of both, alternating so that other load affects both, and the acceptance rate."""
     plain_s, speculative_s = [], []
     for _ in range(ROUNDS):
         seconds, plain = timed(
@@ -53,10 +52,10 @@ def measure(model, heads, prompts):
             ]
         )
         plain_s.append(seconds)
-        seconds, found = timed(lambda: [speculate(model, heads, p, max_tokens=NEW_TOKENS) for p in prompts])
+        seconds, results = timed(lambda: [speculate(model, heads, p, max_tokens=NEW_TOKENS) for p in prompts])
         speculative_s.append(seconds)
-        assert [each.tokens for each in found] == plain, "the tokens differ"
-    tokens = sum(len(each.tokens) for each in found)
+        assert [each.tokens for each in results] == plain, "the tokens differ"
+    tokens = sum(len(each.tokens) for each in results)
     fastest, median = (
         min(plain_s) / min(speculative_s),
         statistics.median(plain_s) / statistics.median(speculative_s),
@@ -64,9 +63,9 @@ def measure(model, heads, prompts):
     return {
         "tokens": tokens,
         "tokens_equal": True,
-        "guesses": sum(each.guessed for each in found),
-        "acceptance": round(sum(e.accepted for e in found) / sum(e.guessed for e in found), 4),
-        "tokens_per_pass": round(tokens / sum(each.passes for each in found), 3),
+        "guesses": sum(each.guessed for each in results),
+        "acceptance": round(sum(e.accepted for e in results) / sum(e.guessed for e in results), 4),
+        "tokens_per_pass": round(tokens / sum(each.passes for each in results), 3),
         "plain_tokens_per_s": round(tokens / min(plain_s), 1),
         "speculative_tokens_per_s": round(tokens / min(speculative_s), 1),
         "speed_up_best": round(fastest, 3),
@@ -74,15 +73,15 @@ def measure(model, heads, prompts):
     }
 
 
-def trained(directory, overrides):
-    """The run of the example in this directory: begun, gone on with if it was stopped, or found there."""
+def trained_run(directory, overrides):
+    """Return the run of the example in this directory; train or resume it unless it has finished."""
     config = load_config(ROOT / "examples" / "mtp-nano.yaml", [*overrides, f"run.dir={directory}"])
     run = Path(directory) / config.run.name
     if (run / "final").is_dir():
         return run
     result = whet.resume(run) if run.exists() else whet.train(config)
     if result.unfinished:
-        sys.exit(f"stopped at step {result.steps}: the same command goes on")
+        sys.exit(f"stopped at step {result.steps}: run the same command to resume")
     return run
 
 
@@ -93,18 +92,18 @@ def summary_of(run):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("directory", help="where the run is kept")
-    parser.add_argument("name", help="of the result: benchmarks/results/speculative-NAME.json")
+    parser.add_argument("directory", help="the directory of the run")
+    parser.add_argument("name", help="the NAME of benchmarks/results/speculative-NAME.json")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    given = parser.parse_args()
-    run = trained(given.directory, given.overrides)
+    options = parser.parse_args()
+    run = trained_run(options.directory, options.overrides)
     checkpoint = max((run / "checkpoints").glob("step-*"))
     model, heads, tokenizer = load_with_heads(checkpoint, dtype=torch.float32)
     figures, final = measure(model, heads, prompts_from(tokenizer)), summary_of(run)["final"]
     result = {
         "what": f"greedy, {PROMPTS} texts one at a time, {PROMPT_TOKENS} tokens each continued by {NEW_TOKENS}; "
         f"times are the best of {ROUNDS}",
-        "config": ["examples/mtp-nano.yaml", *given.overrides],
+        "config": ["examples/mtp-nano.yaml", *options.overrides],
         "layers": len(list(model.blocks())),
         "heads": len(heads),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -115,7 +114,7 @@ def main():
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "machine": describe_machine(),
     }
-    path = ROOT / "benchmarks" / "results" / f"speculative-{given.name}.json"
+    path = ROOT / "benchmarks" / "results" / f"speculative-{options.name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # One run on several nodes under Slurm: sbatch examples/scale/slurm.sh CONFIG RUN_DIRECTORY
-# RUN_DIRECTORY is run.dir/run.name of the config, on a disk that all nodes see.
+# RUN_DIRECTORY is run.dir/run.name of the config, on a disk that all nodes share.
 #SBATCH --job-name=whet
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -15,7 +15,7 @@ config=${1:?a config}
 run=${2:?the directory of the run}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# a job that was requeued, or given the same run again, goes on
+# a requeued job, or one with an existing run, resumes it
 if [ -f "$run/config.yaml" ]; then
     whet=(resume "$run")
 else
