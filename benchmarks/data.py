@@ -166,7 +166,7 @@ from whet.data.tokens.examples import cut
 from whet.data.packing import StepSettings
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.sources.source import open_source
-from whet.models.from_scratch.init_weights import from_scratch
+from whet.models.from_scratch.init_weights import new_decoder
 from whet.models.from_scratch.presets import preset_spec
 from whet.config.load_config import validate_config
 from whet.objectives.sft import SFT
@@ -176,7 +176,7 @@ def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
 
 tok = AutoTokenizer.from_pretrained(sys.argv[1])
-model = from_scratch(preset_spec("nano", vocab_size=len(tok)), seed=0)
+model = new_decoder(preset_spec("nano", vocab_size=len(tok)), seed=0)
 config = validate_config({"model": "x", "data": {"train": "x"}, "method": {"kind": "full"}, "run": {"steps": 5, "batch_tokens": 512, "precision": "fp32", "device": "cpu"}})
 before, peak, done = resident(), 0, False
 def watch():

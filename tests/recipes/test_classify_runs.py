@@ -226,7 +226,7 @@ def test_old_token_store_without_soft_labels_is_not_reused(tiny_directory, tmp_p
         tiny_directory, tmp_path, objective={"multi_label": True}, data={"on_bad_record": "skip"}
     )
     with monkeypatch.context() as earlier:
-        earlier.setattr(ClassLabels, "values", without_soft)
+        earlier.setattr(ClassLabels, "label_values", without_soft)
         earlier.setattr(prepare_dataset, "_LABELS_VERSION", 0)
         whet.train(settings)
     assert "of 6 training records, stratified by class" in caplog.text

@@ -59,7 +59,7 @@ def test_counts_and_lengths_match_the_chat_template(look, tiny_directory):
     assert train.supervised == sum(3 * (n + 1) + 1 for n in range(30))
     assert sum(each.count for each in train.bins) == 30
     assert train.record_formats == {"messages": 30}
-    assert train.ended == 30
+    assert train.with_supervised_end == 30
     assert view.tokenizer.ends == ("⟨|end|⟩",)
     assert not find_problems(view)
 
@@ -80,15 +80,15 @@ def test_step_plan_matches_the_batch_stream(look, tiny_directory, tmp_path, pack
     real = sum(batch.real_tokens for batch in batches)
     assert (plan.steps, plan.steps_per_epoch, plan.measured) == (40, len(steps), len(steps))
     assert plan.epochs == 40 / len(steps)
-    assert plan.examples_a_step == 30 / len(steps)
-    assert plan.tokens_a_step == pytest.approx(real / len(steps))
+    assert plan.examples_per_step == 30 / len(steps)
+    assert plan.tokens_per_step == pytest.approx(real / len(steps))
     assert plan.micro_batches == len(batches) / len(steps)
     assert plan.efficiency == pytest.approx(real / sum(batch.tokens.numel() for batch in batches))
-    assert plan.filled == pytest.approx(real / (300 * len(batches)))
+    assert plan.micro_batch_fill == pytest.approx(real / (300 * len(batches)))
     first = steps[0][0]
     assert plan.rows == len(first.tokens)
     learned = []
-    for row in plan.drawn:
+    for row in plan.displayed_rows:
         stretches = [stretch for document in row.documents for stretch in document.stretches]
         learned.append([mark for length, mark in [*stretches, (row.padding, False)] for _ in range(length)])
     assert learned == (first.targets != -100).tolist()

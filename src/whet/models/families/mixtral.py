@@ -9,7 +9,7 @@ from whet.models.spec import ModelSpec
 MODEL_TYPE = "mixtral"
 ARCHITECTURE = "MixtralForCausalLM"
 hf_name = llama.hf_name
-stored_parts = moe.expert_parts("w1", "w3", "w2", module="block_sparse_moe")
+stored_tensor_names = moe.expert_parts("w1", "w3", "w2", module="block_sparse_moe")
 
 
 def unsupported_feature(config: Config) -> str | None:

@@ -49,7 +49,7 @@ def expert_parts(*names: str, module: str = "mlp") -> Callable[[ModelSpec, str],
     """Return the `stored_tensor_names` of a family with these names of gate, up and down projections."""
     gate, up, down = names
 
-    def stored_parts(spec: ModelSpec, name: str) -> Parts | None:
+    def stored_tensor_names(spec: ModelSpec, name: str) -> Parts | None:
         match = re.fullmatch(r"(layers\.\d+)\.mlp\.(?:experts\.(gate_up_proj|down_proj)|gate\.weight)", name)
         if match is None:
             return None
@@ -63,7 +63,7 @@ def expert_parts(*names: str, module: str = "mlp") -> Callable[[ModelSpec, str],
             for expert in range(experts)
         ]
 
-    return stored_parts
+    return stored_tensor_names
 
 
 def split_parts(tensor: torch.Tensor, parts: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from whet.models.spec import ModelSpec
 MODEL_TYPE = "olmoe"
 ARCHITECTURE = "OlmoeForCausalLM"
 hf_name = llama.hf_name
-stored_parts = moe.expert_parts("gate_proj", "up_proj", "down_proj")
+stored_tensor_names = moe.expert_parts("gate_proj", "up_proj", "down_proj")
 
 
 def unsupported_feature(config: Config) -> str | None:

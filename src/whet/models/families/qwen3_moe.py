@@ -12,7 +12,7 @@ MODEL_TYPE = "qwen3_moe"
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 unsupported_feature = llama.unsupported_feature
 hf_name = llama.hf_name
-stored_parts = moe.expert_parts("gate_proj", "up_proj", "down_proj")
+stored_tensor_names = moe.expert_parts("gate_proj", "up_proj", "down_proj")
 
 
 def from_config(config: Config) -> ModelSpec:

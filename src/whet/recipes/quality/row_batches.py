@@ -121,10 +121,10 @@ class RowStream(BatchStream):
         self.rows = rows
         super().__init__((), settings, seed=seed)
 
-    def _measure(self) -> np.ndarray:
+    def _example_lengths(self) -> np.ndarray:
         return np.ones(len(self.rows), dtype=np.int64)
 
-    def _cut(self, step: Sequence[int]) -> list[Batch]:
+    def _make_batches(self, step: Sequence[int]) -> list[Batch]:
         return list(row_batches(self.rows, step, self.settings))
 
 
