@@ -233,7 +233,7 @@ class IteratorStream(StepStream):
     """Steps from any iterable of lists of micro-batches, which may end.
 
     Its position is the number of steps drawn. A resumed run skips as many steps of a fresh iterable. It can
-    go back by the two steps that a trainer may have to undo: a prefetched step and the one before it.
+    go back two steps, because a trainer may undo a prefetched step and the step before it.
     """
 
     def __init__(self, batches: Iterable[Sequence[Batch]]) -> None:

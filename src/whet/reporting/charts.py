@@ -37,7 +37,7 @@ NOT_DRAWN = {
         "mean_tokens_per_s",
         "flops_total",
         "tflops_per_s",
-    ),  # other units of metrics that are drawn
+    ),  # the same quantities as drawn metrics, in other units
 }
 CHARTS_STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 1rem; }

@@ -71,7 +71,7 @@ def _build_untrained_model(config: RunConfig, tokens: int | None) -> LanguageMod
 def _check_vocabularies(
     recipe: Recipe[Any], frozen: dict[str, Frozen], model: LanguageModel
 ) -> None:  # Any: its section
-    """Raise a ModelError if a frozen model's token ids mean other tokens than the trained model's."""
+    """Raise a ModelError if a frozen model has a different vocabulary than the trained model."""
     base = recipe.config.language_model
     for role, spec in recipe.frozen_models().items():
         frozen_model = frozen.get(role)

@@ -2,8 +2,8 @@
 
 The model is split at a boundary: the output of `hidden` (language model) or `decide` (tabular model). Every
 dtype starts its backward pass from the reference's gradient at the boundary, and computes the part above it
-(the head) from the reference's activations. So a different loss cannot hide a difference between gradients,
-and a lost upstream gradient cannot make a comparison of zeros with zeros.
+(the head) from the reference's activations. A different loss therefore cannot hide a difference between
+gradients, and a vanished upstream gradient cannot lead to a comparison of zeros with zeros.
 """
 
 import contextlib

@@ -265,7 +265,7 @@ def _format_hint(fields: Fields) -> str:
 
 
 def renaming_hint(fields: Fields, *names: str) -> str:
-    """Return which fields to rename to get the fields in `names`; empty if no field looks like them."""
+    """Return a hint to rename fields to the missing ones of `names`; empty if no field is a known alias."""
     by_lowercase = {name.lower(): name for name in fields}
     renamings = [
         f"{by_lowercase[alias]} -> {name}"

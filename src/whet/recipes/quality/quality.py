@@ -112,7 +112,7 @@ class RowData:
         return {}
 
     def describe_steps(self) -> str:
-        """Return the size of a step in words."""
+        """Return the size of a step as text."""
         return f"{self.steps.batch_size or self.steps.batch_tokens:,} rows"
 
     def stream(self) -> RowStream:

@@ -101,12 +101,11 @@ def _end_token_rows(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
         return [("end token", "none: the tokenizer has no end-of-sequence token")]
     if split.is_classification:
         return []
-    unit = "completions" if split.pairs else "examples"
+    unit, names = "completions" if split.pairs else "examples", " or ".join(ends)
     return [
         (
             "end token",
-            f"{' or '.join(ends)} is supervised in {split.with_supervised_end:,} of {split.examples:,} "
-            f"{unit}",
+            f"{names} is supervised in {split.with_supervised_end:,} of {split.examples:,} {unit}",
         )
     ]
 
