@@ -156,7 +156,7 @@ def test_hard_records_of_a_curriculum_are_a_separate_split(look, tmp_path):
         ("valid", "train"): 0,
         ("valid", "hard"): 1,
     }
-    assert view.steps.staged
+    assert view.steps.has_curriculum
 
 
 def test_samples_show_the_first_examples_token_by_token(look, tiny_directory):
