@@ -48,7 +48,7 @@ class DistillRecipe(Recipe[DistillObjective]):
         """Attach the log-probabilities that `whet teach` stored to the examples."""
         stored = self._open_stored(b.data, str(b.model.name), b.model.vocab_size)
         for split, teachings in stored.items():
-            b.data.examples[split].sides.teachings = teachings
+            b.data.examples[split].sides.teacher_logprobs = teachings
 
     def _open_stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[TeacherLogprobs]]:
         if self.section.offline is None:
