@@ -104,7 +104,7 @@ def regression(split: str, n: int, seed: int | None = None) -> Records:
 
 
 def _random_state(stream: int, seed: int | None) -> np.random.RandomState:
-    """Return the generator of a stream, or an independent one of a stream and a 64-bit seed."""
+    """Return a random generator for a stream number and, optionally, a 64-bit seed."""
     if seed is None:
         return np.random.RandomState(stream)
     return np.random.RandomState([stream, seed & 0xFFFFFFFF, seed >> 32])

@@ -104,7 +104,7 @@ class GradientNoiseScale:
 def gradient_noise(
     sizes: Sequence[float], squared_norms: Sequence[float], squared_norm_of_all: float
 ) -> GradientNoiseScale:
-    """Return unbiased estimates from the mean gradients of small batches and of all (arXiv 1812.06162, A.1).
+    """Return unbiased estimates from the gradients of small batches and their union (arXiv 1812.06162, A.1).
 
     The expected squared norm is signal + noise / b for a batch of b units.
 
