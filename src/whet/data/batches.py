@@ -137,7 +137,7 @@ def make_batch(
     supervised = np.flatnonzero(targets != IGNORE_INDEX)
     packed = any(len(row) > 1 for row in rows)
     examples = [example for row in rows for example in row]
-    taught_ids, taught_logprobs = _teacher_columns(examples)
+    teacher_ids, teacher_logprobs = _teacher_columns(examples)
     batch = Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
@@ -152,7 +152,7 @@ def make_batch(
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[supervised]].sum()),
     )
     batch = batch.with_columns("document", values=_value_column(examples))
-    return batch.with_columns("token", taught_ids=taught_ids, taught_logprobs=taught_logprobs)
+    return batch.with_columns("token", teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
 
 
 def _value_column(examples: Sequence[Example]) -> torch.Tensor | None:

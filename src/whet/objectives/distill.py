@@ -133,8 +133,8 @@ class Distillation(Objective):
             soft = soft + weight * linear_topk_kl(
                 hidden,
                 head,
-                batch.column("taught_ids")[:, teacher_index],
-                batch.column("taught_logprobs")[:, teacher_index],
+                batch.column("teacher_ids")[:, teacher_index],
+                batch.column("teacher_logprobs")[:, teacher_index],
                 temperature=self.temperature,
                 divergence=self.divergence,
             )

@@ -424,9 +424,9 @@ def plan_run(
             traffic=sum_traffic(cluster, [plan.traffic for plan in plans]),
         )
     planner = Planner(config, target, cluster, spec)
-    shape, tokens_a_step = batch_shape(config, planner.step)
+    shape, step_tokens = batch_shape(config, planner.step)
     length = shape.length if counts is None else counts.length
-    tokens = float(tokens_a_step) if counts is None else counts.tokens_per_step
+    tokens = float(step_tokens) if counts is None else counts.tokens_per_step
     micro_batches = max(
         1, math.ceil(tokens / cluster.shares / max(shape.positions, step_settings(config).micro_tokens))
     )

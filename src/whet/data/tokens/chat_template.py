@@ -76,7 +76,7 @@ class Renderer:
     def render(self, record: Record) -> Rendering:
         """Return the text of a record of any format that has tokens to supervise."""
         record = record if record.record_format else validate_record(record)
-        _check_not_judged(record)
+        _check_unlabeled(record)
         messages = self._to_messages(record)
         if messages is not None:
             return self._render_conversation(messages, record)
@@ -398,7 +398,7 @@ def _fill_null_content(messages: list[Message]) -> list[Message]:
     return [{**message, "content": message.get("content") or ""} for message in messages]
 
 
-def _check_not_judged(record: Record) -> None:
+def _check_unlabeled(record: Record) -> None:
     """Raise an error for a completion labeled good or bad: SFT would imitate both."""
     label = record.fields.get("label")
     if record.record_format not in ("completion", "messages") or str(label).lower() not in ("true", "false"):
