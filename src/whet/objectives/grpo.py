@@ -153,7 +153,7 @@ def grpo_loss(
 
 
 def completion_logprobs(model: LanguageModel, batch: Batch, *, temperature: float) -> torch.Tensor:
-    """Return the log-probability of each supervised token [N] at a temperature; logits are in chunks."""
+    """Return the log-probability of each supervised token [N] at a temperature, computed in chunks."""
     return head_logprobs(model, model.states(batch), batch, temperature=temperature)
 
 

@@ -29,7 +29,7 @@ from whet.training.router_balancing import add_router_objective
 
 
 def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
-    """Build a run's model, objective and optimizer on the meta device, and raise the errors of doing so.
+    """Build a run's model, objective and optimizer on the meta device, so that invalid settings raise errors.
 
     Args:
         config: The run's config.
