@@ -66,7 +66,7 @@ class Distillation(Objective):
         temperature: T, which all logits are divided by.
         alpha: The weight of the teachers; with 1 or more the cross-entropy is left out.
         divergence: The divergence between student and teacher.
-        taught: The weights of teachers whose log-probabilities are stored in the batches.
+        offline_weights: The weights of teachers whose log-probabilities are stored in the batches.
         matching: Adds the distance to the hidden states of a single teacher, with its own weight.
     """
 

@@ -112,7 +112,7 @@ class World:
 
         Args:
             items: the items of all ranks.
-            matched: give every rank equally many items, by adding items that do not count.
+            pad: give every rank equally many items, by adding items that do not count.
         """
         for first in range(0, len(items), self.dp_size):
             index = first + self.dp_rank
@@ -125,7 +125,7 @@ class World:
         """Gather the results of all ranks in the order of the `count` items that `rounds` distributed.
 
         Args:
-            mine: this rank's results.
+            results: this rank's results.
             count: the number of items of all ranks.
         """
         by_share = self.gather_dp(list(results))

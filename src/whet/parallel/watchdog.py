@@ -124,8 +124,8 @@ class Watchdog:
         """Report the current activity of this rank, which counts as progress.
 
         Args:
-            what: the activity.
-            exchanging: a collective that is part of the activity.
+            activity: the activity.
+            collective: a collective that is part of the activity.
         """
         self.heartbeat.doing = activity
         self.heartbeat.collective = collective or self.heartbeat.collective

@@ -388,7 +388,7 @@ def plan_run(
         gpus: The number of devices.
         network_gb_s: Bandwidth of one GPU to other machines, in GB/s.
         utilisation: The fraction of the peak FLOPS that is reached.
-        counted: Counts from the data, if they are known.
+        counts: Counts from the data, if they are known.
         spec: A decoder to plan for instead of the config's model.
         suggest: Whether to compute the largest micro-batch that fits.
         user_code: Whether a custom objective may be imported; if not, it raises a ConfigError.

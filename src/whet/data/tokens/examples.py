@@ -148,7 +148,7 @@ def build_examples(
         too_long: Whether a longer record raises an error, is dropped, truncated or split into windows. Each
             window starts with the last token of the previous one, so every token is predicted once. Records
             and windows without supervised targets are dropped.
-        judged: Whether the examples are inputs to classify.
+        is_classification: Whether the examples are inputs to classify.
 
     Raises:
         DataError: A record is too long with `too_long="error"`, or no example is left.
