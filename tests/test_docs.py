@@ -102,6 +102,12 @@ def test_configs_are_valid(fence, tmp_path):
 PACKED = {
     "packing=True": ("per_device_train_batch_size=", "gradient_accumulation_steps=", "max_length="),
     "packed: True": ("batch_size: ", "gradient_accumulation_steps: ", "max_seq_len: "),
+    "sample_packing: true": ("micro_batch_size: ", "gradient_accumulation_steps: ", "sequence_len: "),
+    "neat_packing: true": (
+        "per_device_train_batch_size: ",
+        "gradient_accumulation_steps: ",
+        "cutoff_len: ",
+    ),
 }
 
 
