@@ -55,13 +55,10 @@ main()
 
 def additions():
     """Yield the path, kind and text of each block, in the order of the page."""
-    lines, path = PAGE.read_text().splitlines(), None
     for fence in fences(PAGE):
-        names = [m[1] for line in lines[: fence.line] if (m := re.match(r"`(src/whet/\S+\.py)`", line))]
-        path = names[-1] if names else None
         if fence.info[0] in ("python", "diff"):
-            assert path is not None
-            yield Path(path), fence.info[0], fence.text
+            kind, path = fence.info
+            yield Path(path), kind, fence.text
 
 
 def apply_diff(source, diff):
@@ -126,7 +123,7 @@ def test_examples_of_additions_work(extended, tiny_directory):
 def test_an_objective_takes_less_than_60_lines():
     page = PAGE.read_text()
     section = page[page.index("## Add an objective") : page.index("## Add an optimizer")]
-    blocks = re.findall(r"```(python|diff)\n(.*?)```", section, flags=re.DOTALL)
+    blocks = re.findall(r"```(python|diff)[^\n]*\n(.*?)```", section, flags=re.DOTALL)
     lines = [
         line
         for kind, block in blocks
