@@ -156,7 +156,7 @@ def write_safetensors(
 
     Args:
         path: The file to write.
-        tensors: The tensors by name. With `create_tensor`, only their shapes and dtypes are used.
+        tensors: The tensors by name. With `create_tensor`, only shapes and dtypes are used (meta tensors).
         metadata: Strings to add to the header.
         create_tensor: Creates the tensor of a name when it is written.
     """
@@ -329,8 +329,8 @@ def remove_temporary_files(directory: Path, *, only_name: str | None = None) -> 
 
     Args:
         directory: A directory that no other process writes to, unless `only_name` is set.
-        only_name: Only remove leftovers of this name whose process has ended. Other processes may then write
-            to the directory at the same time.
+        only_name: Only remove leftovers of this name whose process has ended. Other processes may then
+            write to the directory at the same time.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         match = _TEMPORARY_NAME.fullmatch(path.name)

@@ -160,7 +160,7 @@ def describe_keys(
     Args:
         section: The section to describe.
         prefix: The key of the section, with a trailing dot.
-        always_present: Whether every run has this section, so its required keys are required everywhere.
+        always_present: Whether every run has this section, so that each config needs its required keys.
     """
     required = "required" if always_present else "required in this section"
     for attribute, field in section.model_fields.items():

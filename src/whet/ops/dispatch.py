@@ -1,7 +1,7 @@
 """Selection of implementations: fast paths or plain PyTorch, with or without Triton, by device.
 
 Models, layers, adapters, optimizers and trainers call `current_paths` once, when they are built, and store
-the result. Each call checks whether a fast implementation supports the device and dtype of its tensors.
+the result. Whether a fast implementation supports the device and dtype of tensors is checked at each call.
 """
 
 import contextlib

@@ -72,7 +72,7 @@ def check_equal_on_ranks(world: World, name: str, values: Mapping[str, Any]) -> 
 
     Args:
         world: the processes of the run.
-        name: the name of the values, for the error message.
+        name: what the values are, for the error.
         values: the values of this rank.
     """
     all_values = world.gather(dict(flatten_keys(values)))

@@ -124,7 +124,7 @@ class Watchdog:
         """Report the current activity of this rank, which counts as progress.
 
         Args:
-            activity: a description of the activity.
+            activity: the activity.
             collective: a collective that is part of the activity.
         """
         self.heartbeat.activity = activity

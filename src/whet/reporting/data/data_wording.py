@@ -101,13 +101,9 @@ def _end_token_rows(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
         return [("end token", "none: the tokenizer has no end-of-sequence token")]
     if split.is_classification:
         return []
-    unit, names = "completions" if split.pairs else "examples", " or ".join(ends)
-    return [
-        (
-            "end token",
-            f"{names} is supervised in {split.with_supervised_end:,} of {split.examples:,} {unit}",
-        )
-    ]
+    unit = "completions" if split.pairs else "examples"
+    count = f"{split.with_supervised_end:,} of {split.examples:,} {unit}"
+    return [("end token", f"{' or '.join(ends)} is supervised in {count}")]
 
 
 def _duplicates(count: int, pair: tuple[str, str]) -> str:
