@@ -75,7 +75,7 @@ def api_page() -> str:
     for topic, names in TOPICS.items():
         lines += ["", f"## {topic}"]
         for name in names:
-            lines += ["", f"::: whet.{whet._HOME_OF[name]}.{name}"]
+            lines += ["", f"::: whet.{whet._MODULE_OF[name]}.{name}"]
     return "\n".join(lines) + "\n"
 
 
