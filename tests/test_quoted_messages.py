@@ -38,7 +38,7 @@ def test_warning_about_a_key_without_effect():
 
 
 def test_message_about_a_rank_that_died():
-    state = Heartbeat(pid=4711, host="node-7", step=1204, doing="micro-batch 2 of 4")
+    state = Heartbeat(pid=4711, host="node-7", step=1204, activity="micro-batch 2 of 4")
     state.collective = "all-reduce of gradients 3 of 3"
     assert f"rank 1 (process 4711 on node-7) died {state.describe()}\n" in page("scale")
 
