@@ -20,6 +20,13 @@ test: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
 	$(PYTEST) -m "not slow" -n $(JOBS)
 
+# the core, in about two minutes: numerics, data, objectives, every objective kind, structure
+FAST := tests/ops tests/objectives tests/config tests/models tests/adapters tests/invariants/test_exactness.py \
+	tests/recipes/test_every_kind.py tests/training/test_trainer_without_config.py tests/test_layers.py \
+	tests/test_docstrings.py tests/test_site.py tests/test_api.py
+test-fast: $(VENV)/installed-dev
+	$(PYTEST) -m "not slow" -n $(JOBS) $(FAST)
+
 test-slow: $(VENV)/installed-dev extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow

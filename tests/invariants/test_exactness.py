@@ -10,10 +10,19 @@ from whet.config.load_config import validate_config
 from whet.data.batches import BatchStream, make_batch
 from whet.data.packing import StepSettings
 from whet.objectives.sft import SFT
+from whet.ops.dispatch import REFERENCE, current_paths
 from whet.training.trainer import Trainer
 
 # the order of float32 sums differs between cuts: relative L2 over all gradients
 TOLERANCE = 2e-6
+
+
+@pytest.fixture(autouse=True, params=["fast paths", "reference"])
+def paths(request, monkeypatch):
+    """Run every test with the fast paths, and with plain PyTorch."""
+    if request.param == "reference":
+        monkeypatch.setenv("WHET_REFERENCE", "1")
+    assert (current_paths() == REFERENCE) == (request.param == "reference")
 
 
 def config(tiny_directory):
