@@ -20,7 +20,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/whet pull smollm2-135m-instruct
 	$(PYTEST) -m "not slow" -n $(JOBS)
 
-test-slow: $(VENV)/installed-dev extras compat
+test-slow: $(VENV)/installed-evals extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow
 
@@ -64,6 +64,12 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the tools for tests and checks into $(VENV)"
 	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+# for the slow tests of benchmark tasks, which are skipped without it
+$(VENV)/installed-evals: $(VENV)/installed-dev
+	@echo "installing lm-evaluation-harness into $(VENV)"
+	@$(PIP) --editable ".[evals]"
 	@touch $@
 
 $(V4)/installed: constraints-transformers4.txt

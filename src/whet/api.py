@@ -1,4 +1,4 @@
-"""The top-level functions of whet: train, resume, evaluate and export."""
+"""The top-level functions of whet: train, resume, evaluate, benchmark and export."""
 
 import contextlib
 import logging
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from whet.data.sources.source import SourceSpec
     from whet.data.tokens.chat_template import Supervise
     from whet.data.tokens.examples import TooLong
+    from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
     from whet.models.language_model import LanguageModel
@@ -188,6 +189,55 @@ def evaluate(
     return metrics
 
 
+def benchmark(
+    model: "str | Path | tuple[LanguageModel, Any]",  # Any: a tokenizer
+    tasks: Iterable[str],
+    *,
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> "list[TaskResult]":
+    """Evaluate a language model on tasks of EleutherAI's lm-evaluation-harness (needs `whet[evals]`).
+
+    The results of a run are stored in its directory. A task is not computed again if the weights, the task,
+    its items and the settings are those of a stored result.
+
+    Args:
+        model: A finished run, a model name or directory, or the (model, tokenizer) pair of `whet.load`.
+        tasks: Names of tasks, or paths of task files (YAML).
+        limit: The number of items per task. By default all.
+        shots: The number of examples in each prompt. By default that of the task.
+        chat: Render prompts with the model's chat template.
+        progress: Called with what is computed, the number of finished requests of a task, and their total.
+
+    Returns:
+        The result of each task: its scores with standard errors, and the score of each item.
+
+    Raises:
+        WhetError: A task or the model is invalid, or lm-evaluation-harness is not installed.
+    """
+    from whet.evaluation.benchmarks import TaskSettings, load_tasks, run_tasks
+    from whet.evaluation.task_result import append_result, read_results
+    from whet.model_io.load import load
+
+    settings = TaskSettings(limit, shots, chat)
+    loaded_tasks = load_tasks(list(tasks))  # report invalid tasks before loading the model
+    directory = _run_of(model)
+    language_model, tokenizer = model if isinstance(model, tuple) else load(model)
+    stored = read_results(directory) if directory else []
+    results = []
+    for result, is_new in run_tasks(
+        language_model, tokenizer, loaded_tasks, settings=settings, stored=stored, progress=progress
+    ):
+        if directory is not None and is_new:
+            append_result(directory, result)
+        elif not is_new:
+            log.info("%s: result of %s from %s", result.task, result.date, directory)
+        results.append(result)
+    return results
+
+
 def export(
     run: str | Path,
     to: "Layout" = "hf",
@@ -229,6 +279,15 @@ def export(
             raise RunError(f"{exported.path}: {result}")
         log.info("%s", result)
     return exported.path
+
+
+def _run_of(model: object) -> Path | None:
+    """Return the run directory that a model argument names, or None."""
+    from whet.model_io.resolve import expand_user
+    from whet.runs.run_files import is_run
+
+    path = expand_user(model) if isinstance(model, str | Path) else None
+    return path if path is not None and is_run(path) else None
 
 
 def _evaluate_other_model(

@@ -67,15 +67,18 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         if names := sorted(name for name, value in unknown.items() if value is not None and name != _AUTO):
-            raise ConfigError(f"the model whet has no argument {names[0]!r}", hint="known: pretrained, dtype, "
-                              "device, batch_size, max_length and seed")
+            raise ConfigError(
+                f"the model whet has no argument {names[0]!r}",
+                hint="known: pretrained, dtype, device, batch_size, max_length and seed",
+            )
         if isinstance(pretrained, str):
             pretrained, tokenizer = load(pretrained, dtype=_dtype(dtype), device=device)
         if tokenizer is None:
             raise DataError("the model has no tokenizer, so it cannot read the texts of tasks")
         self.model, self.tokenizer = pretrained, tokenizer
         self.max_length = max_length or pretrained.max_positions
-        self.batch_size = int(batch_size) if str(batch_size or "").isdigit() else _BATCH_SIZE
+        # "auto" is a value of the harness
+        self.batch_size = int(batch_size) if batch_size and str(batch_size).isdigit() else _BATCH_SIZE
         self.seed, self.progress = seed, progress
 
     @property
@@ -166,7 +169,8 @@ class HarnessModel(TemplateLM):
         done = 0
         for group in groups.values():
             prompts = {index: self.tok_encode(requests[index].args[0]) for index in group}
-            by_length = sorted(group, key=lambda index, prompts=prompts: len(prompts[index]))
+            lengths = {index: len(prompt) for index, prompt in prompts.items()}
+            by_length = sorted(group, key=lengths.__getitem__)
             settings = requests[group[0]].args[1]
             for start in range(0, len(by_length), self.batch_size):
                 chunk = by_length[start : start + self.batch_size]
