@@ -196,6 +196,7 @@ def benchmark(
     limit: int | None = None,
     shots: int | None = None,
     chat: bool = False,
+    contamination: bool = False,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> "list[TaskResult]":
     """Evaluate a language model on tasks of EleutherAI's lm-evaluation-harness (needs `whet[evals]`).
@@ -209,6 +210,7 @@ def benchmark(
         limit: The number of items per task. By default all.
         shots: The number of examples in each prompt. By default that of the task.
         chat: Render prompts with the model's chat template.
+        contamination: Count the items that overlap with the run's training data, data.train.
         progress: Called with what is computed, the number of finished requests of a task, and their total.
 
     Returns:
@@ -217,25 +219,50 @@ def benchmark(
     Raises:
         WhetError: A task or the model is invalid, or lm-evaluation-harness is not installed.
     """
+    from whet.errors import ConfigError
     from whet.evaluation.benchmarks import TaskSettings, load_tasks, run_tasks
     from whet.evaluation.task_result import append_result, read_results
     from whet.model_io.load import load
 
     settings = TaskSettings(limit, shots, chat)
-    loaded_tasks = load_tasks(list(tasks))  # report invalid tasks before loading the model
     directory = _run_of(model)
+    if contamination and directory is None:
+        raise ConfigError(
+            f"{model} is not a run, so its training data is unknown", hint="leave out contamination"
+        )
+    loaded_tasks = load_tasks(list(tasks))  # report invalid tasks before loading the model
     language_model, tokenizer = model if isinstance(model, tuple) else load(model)
     stored = read_results(directory) if directory else []
     results = []
     for result, is_new in run_tasks(
         language_model, tokenizer, loaded_tasks, settings=settings, stored=stored, progress=progress
     ):
-        if directory is not None and is_new:
-            append_result(directory, result)
-        elif not is_new:
-            log.info("%s: result of %s from %s", result.task, result.date, directory)
-        results.append(result)
+        final = result
+        if contamination and directory is not None and result.contamination is None:
+            final = _with_contamination(result, loaded_tasks[result.task], directory)
+        if directory is not None and (is_new or final != result):
+            append_result(directory, final)
+        if not is_new:
+            log.info("%s: stored result of %s", result.task, result.date)
+        results.append(final)
     return results
+
+
+def _with_contamination(
+    result: "TaskResult", task: Any, directory: Path
+) -> "TaskResult":  # Any: a task of the harness
+    from dataclasses import replace
+
+    from whet.config.load_config import load_config
+    from whet.data.sources.source import open_source
+    from whet.evaluation.benchmarks import item_texts
+    from whet.evaluation.contamination import contamination_of, record_texts
+    from whet.run_directory import CONFIG_FILE
+
+    data = load_config(directory / CONFIG_FILE).data
+    records = open_source(data.train, split="train", on_bad="skip")
+    items = item_texts(task, result.limit)
+    return replace(result, contamination=contamination_of(result, items, record_texts(records)))
 
 
 def export(

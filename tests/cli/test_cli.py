@@ -339,7 +339,7 @@ def test_eval_reports_loss_and_exact_match(cli, trained, tmp_path):
         (("--data", "synth:house-test:2", "--tasks", "arc_easy"), "--data and --tasks exclude each other"),
         (
             ("--data", "synth:house-test:2", "--shots", "2"),
-            "--limit, --shots and --chat apply to --tasks only",
+            "--limit, --shots, --chat and --contamination apply to --tasks only",
         ),
     ],
 )

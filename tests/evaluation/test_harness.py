@@ -8,6 +8,7 @@ import torch
 
 import whet
 from tiny import run_config
+from whet.data.synthetic.generators import generate
 from whet.errors import ConfigError, WhetError
 from whet.evaluation.task_result import read_results
 
@@ -167,6 +168,20 @@ def test_results_are_stored_with_the_run_and_reused(run, tmp_path):
     [other] = whet.benchmark(run, [tasks["choice"]])
     assert len({first.key, fewer.key, other.key}) == 3
     assert len(read_results(run)) == 3
+
+
+def test_contamination_counts_items_of_the_training_data(run, tmp_path):
+    train = [record["messages"] for record in generate("synth:house:24")]  # the data of the run
+    questions = [f"{messages[-2]['content']} {messages[-1]['content']}" for messages in train[:3]]
+    tasks = write_tasks(tmp_path, items=5)
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    rows += [{**row, "question": text} for row, text in zip(rows, questions, strict=False)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [plain] = whet.benchmark(run, [tasks["choice"]])
+    [result] = whet.benchmark(run, [tasks["choice"]], contamination=True)
+    assert (result.contamination.overlapping, result.contamination.items) == (3, 8)
+    assert result.contamination.clean_scores["acc"] == pytest.approx(sum(plain.item_scores["acc"][:5]) / 5)
+    assert read_results(run)[-1] == result
 
 
 def test_the_key_depends_on_the_weights(tiny, tmp_path):

@@ -30,6 +30,9 @@ def command(
         None, "--shots", min=0, help="Number of examples in each prompt of a task; default: the task's."
     ),
     chat: bool = typer.Option(False, "--chat", help="Render the prompts of tasks with the chat template."),
+    contamination: bool = typer.Option(
+        False, "--contamination", help="Count the items of tasks that overlap with the run's training data."
+    ),
     generate: bool = typer.Option(True, help="Also generate completions, for exact match."),
     samples: int = typer.Option(3, min=0, help="Number of prompts to show with their completions."),
     max_tokens: int = typer.Option(256, min=1, help="Maximum number of generated tokens."),
@@ -54,10 +57,12 @@ def command(
         raise ConfigError(problem, hint="--data evaluates on your records, --tasks on benchmark tasks")
     set_up_logging()
     if tasks is not None:
-        _run_tasks(model, tasks, limit=limit, shots=shots, chat=chat, as_json=as_json)
+        _run_tasks(
+            model, tasks, as_json=as_json, limit=limit, shots=shots, chat=chat, contamination=contamination
+        )
         return
-    if limit is not None or shots is not None or chat:
-        raise ConfigError("--limit, --shots and --chat apply to --tasks only")
+    if limit is not None or shots is not None or chat or contamination:
+        raise ConfigError("--limit, --shots, --chat and --contamination apply to --tasks only")
     assert data is not None
     _evaluate(
         model,
@@ -96,8 +101,8 @@ def _evaluate(model: str, data: str, *, as_json: bool, **settings: Any) -> None:
 
 
 def _run_tasks(
-    model: str, tasks: str, *, limit: int | None, shots: int | None, chat: bool, as_json: bool
-) -> None:
+    model: str, tasks: str, *, as_json: bool, **settings: Any
+) -> None:  # Any: as in whet.benchmark
     from whet.api import benchmark
     from whet.reporting.console import stderr_console
     from whet.reporting.text.benchmark_text import results_text
@@ -107,10 +112,8 @@ def _run_tasks(
         results = benchmark(
             model,
             names,
-            limit=limit,
-            shots=shots,
-            chat=chat,
             progress=lambda what, done, total: status.update(f"{what}: {done} of {total}"),
+            **settings,
         )
     if as_json:
         print(json.dumps([result.to_json() for result in results]))

@@ -121,6 +121,18 @@ def _documents(
         yield document
 
 
+def item_texts(task: TaskObject, limit: int | None) -> list[str]:
+    """Return the prompt of each item with its right answer, without examples."""
+    return [_item_text(task, document) for document in _documents(task.eval_docs, limit)]
+
+
+def _item_text(task: TaskObject, document: Any) -> str:  # Any: JSON values
+    prompt, target = task.doc_to_text(document), task.doc_to_target(document)
+    if isinstance(target, int) and task.get_config("doc_to_choice") is not None:
+        target = task.doc_to_choice(document)[target]
+    return f"{prompt} {target}" if isinstance(prompt, str) else str(target)
+
+
 def load_tasks(names: Sequence[str]) -> dict[str, TaskObject]:
     """Return tasks by name; a group becomes its tasks.
 

@@ -12,12 +12,14 @@ COMPARISON_NOTE = (
     "Differences are to the first group, over the items that both have; the interval is a paired bootstrap "
     "over items. McNemar A:B: only the first group solved A items, only this group solved B."
 )
-HEADINGS = ("task", "version", "shots", "items", "metric", "value", "stderr")
+HEADINGS = ("task", "version", "shots", "items", "metric", "value", "stderr", "overlap", "without overlap")
 
 
 def results_text(results: Sequence[TaskResult]) -> str:
     """Return a table with one line per metric of each task."""
-    return align_columns([HEADINGS, *result_rows(results)])
+    rows = [HEADINGS, *result_rows(results)]
+    used = len(HEADINGS) if any(result.contamination for result in results) else -2
+    return align_columns([row[:used] for row in rows])
 
 
 def result_rows(results: Sequence[TaskResult]) -> Iterator[tuple[str, ...]]:
@@ -25,7 +27,12 @@ def result_rows(results: Sequence[TaskResult]) -> Iterator[tuple[str, ...]]:
     for result in results:
         facts = (result.task, result.version, _shots_text(result), _items_text(result))
         for index, (name, score) in enumerate(result.scores.items()):
-            yield (*(facts if index == 0 else ("", "", "", "")), name, *_score_cells(score))
+            yield (
+                *(facts if index == 0 else ("", "", "", "")),
+                name,
+                *_score_cells(score),
+                *_contamination_cells(result, name),
+            )
 
 
 def _shots_text(result: TaskResult) -> str:
@@ -38,6 +45,18 @@ def _items_text(result: TaskResult) -> str:
 
 def _score_cells(score: Score) -> tuple[str, str]:
     return f"{score.value:.4f}", "" if score.stderr is None else f"± {score.stderr:.4f}"
+
+
+def _contamination_cells(result: TaskResult, metric: str) -> tuple[str, str]:
+    """Return the fraction of items that overlap with training data, and the metric over the others."""
+    contamination = result.contamination
+    if contamination is None:
+        return "", ""
+    clean = contamination.clean_scores.get(metric)
+    return (
+        f"{contamination.overlapping:,} of {contamination.items:,}",
+        "-" if clean is None else f"{clean:.4f}",
+    )
 
 
 def comparison_rows(
