@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from whet.data.sources.source import SourceSpec
     from whet.data.tokens.chat_template import Supervise
     from whet.data.tokens.examples import TooLong
+    from whet.evaluation.evaluate_model import ModelEvaluation
     from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
+    from whet.rl.rewards.answer_checks import AnswerCheck
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
@@ -114,6 +116,7 @@ def evaluate(
     *,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     generate: bool = False,
+    checks: Iterable[str] = (),
     samples: int = 0,
     max_tokens: int = 256,
     max_length: int = 2048,
@@ -131,6 +134,8 @@ def evaluate(
         data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N.
         tokenizer: The tokenizer of a loaded model that is passed without one.
         generate: Also generate a response to each prompt and report exact match.
+        checks: With `generate`, checks of the responses, reported as the fraction that passes: "json_valid",
+            "json_schema=FILE", "regex=PATTERN" or "numeric_match".
         samples: With `generate`, the number of prompts to log with their responses, at level INFO.
         max_tokens: The maximum number of tokens per generated response.
         max_length: The maximum length of an example, in tokens.
@@ -150,8 +155,14 @@ def evaluate(
     from whet.evaluation.evaluate_model import ModelEvaluation
     from whet.model_io.load import load
     from whet.recipes.classify.classifier import Classifier
+    from whet.rl.rewards.answer_checks import parse_checks
 
     check_positive(max_tokens=max_tokens)
+    parsed_checks = parse_checks(list(checks))
+    if parsed_checks and not generate:
+        raise ConfigError(
+            "checks need generated responses", hint="set generate=True, or leave out the checks"
+        )
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, not {max_length}")
     spec = str(data) if isinstance(data, Path) else data
@@ -185,8 +196,27 @@ def evaluate(
         total = len(evaluation.questions)
         advance = progress or (lambda *_: None)
         advance(0, total)
-        metrics |= evaluation.exact_match(max_tokens=max_tokens, progress=lambda done: advance(done, total))
+        metrics |= _response_metrics(
+            evaluation, parsed_checks, max_tokens=max_tokens, progress=lambda done: advance(done, total)
+        )
     return metrics
+
+
+def _response_metrics(
+    evaluation: "ModelEvaluation",
+    checks: "list[AnswerCheck]",
+    *,
+    max_tokens: int,
+    progress: Callable[[int], None],
+) -> dict[str, float]:
+    """Return exact match, and the fraction of responses that pass each check."""
+    from whet.evaluation.exact_match import compare_answers
+
+    if not checks:  # exact match alone does not need complete responses
+        return evaluation.exact_match(max_tokens=max_tokens, progress=progress)
+    answers = evaluation.all_answers(max_tokens=max_tokens, progress=progress)
+    passed = {check.name: check.fraction(answers, evaluation.questions) for check in checks}
+    return compare_answers(answers, evaluation.questions).metrics() | passed
 
 
 def benchmark(

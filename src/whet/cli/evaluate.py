@@ -34,6 +34,12 @@ def command(
         False, "--contamination", help="Count the items of tasks that overlap with the run's training data."
     ),
     generate: bool = typer.Option(True, help="Also generate completions, for exact match."),
+    checks: list[str] = typer.Option(  # noqa: B008
+        [],
+        "--check",
+        help="Also report the fraction of completions that pass: json_valid, json_schema=FILE, regex=PATTERN "
+        "or numeric_match (repeatable).",
+    ),
     samples: int = typer.Option(3, min=0, help="Number of prompts to show with their completions."),
     max_tokens: int = typer.Option(256, min=1, help="Maximum number of generated tokens."),
     max_length: int = typer.Option(2048, min=2, help="Maximum example length, in tokens."),
@@ -69,6 +75,7 @@ def command(
         data,
         as_json=as_json,
         generate=generate,
+        checks=checks,
         samples=samples,
         max_tokens=max_tokens,
         max_length=max_length,
