@@ -2,12 +2,16 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import whet
+from test_docs import MODEL, ROOT, fences
 from tiny import run_config
+from whet.cli.app import main
 from whet.data.synthetic.generators import generate
 from whet.errors import ConfigError, WhetError
 from whet.evaluation.task_result import read_results
@@ -216,6 +220,52 @@ def test_chat_prompts_use_the_template(tiny, tmp_path, monkeypatch):
     whet.benchmark(tiny, [write_tasks(tmp_path)["answer"]], limit=1, chat=True)
     assert prompts
     assert all(prompt.startswith("<|user|>") and prompt.endswith("<|assistant|>") for prompt in prompts)
+
+
+def test_the_command_of_the_harness_accepts_runs(run, tmp_path):
+    tasks = write_tasks(tmp_path)
+    arguments = ["run", "--model", "whet", "--model_args", f"pretrained={run}", "--tasks", tasks["choice"]]
+    command = [sys.executable, "-m", "whet.evaluation.harness", *arguments, "--limit", "2"]
+    output = [*command, "--output_path", str(tmp_path / "results"), "--device", "cpu"]
+    subprocess.run(output, check=True, capture_output=True, timeout=300)
+    [path] = (tmp_path / "results").rglob("results_*.json")
+    results = json.loads(path.read_text())["results"]["local_choice"]
+    [ours] = whet.benchmark(run, [tasks["choice"]], limit=2)
+    assert results["acc,none"] == ours.scores["acc"].value
+
+
+def test_eval_command_prints_a_table_and_json(run, tmp_path, capsys, monkeypatch):
+    tasks = write_tasks(tmp_path)
+    arguments = ["whet", "eval", str(run), "--tasks", f"{tasks['choice']},{tasks['text']}", "--limit", "3"]
+    outputs = []
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", [*arguments, *more])
+        with pytest.raises(SystemExit) as info:
+            main()
+        assert info.value.code in (0, None)
+        outputs.append(capsys.readouterr().out)
+    table, text = outputs
+    lines = [line.split() for line in table.splitlines()]
+    assert lines[1][:5] == ["local_choice", "1", "2", "first", "3"]
+    results = json.loads(text)
+    assert [result["task"] for result in results] == ["local_choice", "local_text"]
+    assert lines[1][6] == f"{results[0]['scores']['acc']['value']:.4f}"
+
+
+def test_the_house_task_runs(tiny):
+    [result] = whet.benchmark(tiny, [str(ROOT / "examples" / "house-task.yaml")], limit=3, chat=True)
+    assert (result.task, result.items) == ("house", 3)
+
+
+def test_python_of_the_guide_runs(tiny_directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "evaluate.md"
+    for fence in fences(page):
+        if len(fence.info) > 1 and "." in fence.info[1]:
+            (tmp_path / fence.info[1]).write_text(fence.text)
+    [code] = [fence.text for fence in fences(page) if fence.info == ["python", "evals"]]
+    exec(compile(code.replace(MODEL, str(tiny_directory)), str(page), "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize(
