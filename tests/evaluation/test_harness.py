@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,6 +197,12 @@ def test_the_key_depends_on_the_weights(tiny, tmp_path):
         model.layers[0].mlp.down_proj.weight[0, 0] += 0.5
     [after] = whet.benchmark((model, tokenizer), [tasks["choice"]], limit=2)
     assert before.key != after.key
+
+
+def test_random_states_are_preserved(tiny, tmp_path):
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    whet.benchmark(tiny, [write_tasks(tmp_path)["choice"]], limit=1)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
 def test_shots_change_the_prompts(tiny, tmp_path):

@@ -4,18 +4,23 @@ A result has a key: a hash of the weights, the task, its items and the settings.
 of the same key is not computed again.
 """
 
+import contextlib
 import difflib
 import hashlib
 import importlib.metadata
 import json
 import logging
 import math
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from whet.error_boundary import error_text
 from whet.errors import ConfigError, WhetError
@@ -197,15 +202,16 @@ def _run_task(
     from lm_eval.tasks import TaskManager
 
     try:
-        results = simple_evaluate(
-            model=model,
-            tasks=[task],
-            num_fewshot=settings.shots,
-            limit=settings.limit,
-            apply_chat_template=settings.chat,
-            log_samples=True,
-            task_manager=TaskManager(include_defaults=False),  # the task is already loaded
-        )
+        with _preserved_random_state():
+            results = simple_evaluate(
+                model=model,
+                tasks=[task],
+                num_fewshot=settings.shots,
+                limit=settings.limit,
+                apply_chat_template=settings.chat,
+                log_samples=True,
+                task_manager=TaskManager(include_defaults=False),  # the task is already loaded
+            )
     except WhetError:
         raise
     except Exception as error:  # templates and functions of a task may raise anything
@@ -225,6 +231,18 @@ def _run_task(
         item_scores=item_scores,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+@contextlib.contextmanager
+def _preserved_random_state() -> Iterator[None]:
+    """Restore the global random states, which the harness seeds, because a caller may train a model."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def _scores(metrics: Mapping[str, Any], higher_is_better: Mapping[str, bool | None]) -> dict[str, Score]:
