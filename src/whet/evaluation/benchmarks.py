@@ -165,7 +165,8 @@ def load_tasks(names: Sequence[str]) -> dict[str, TaskObject]:
         if name not in texts:
             _check_known(name, manager.all_tasks)
         try:
-            tasks |= manager.load([name])["tasks"]
+            with _preserved_random_state():
+                tasks |= manager.load([name])["tasks"]
         except Exception as error:  # the harness, a dataset or a task's own code may raise anything
             raise ConfigError(
                 f"the task {name} cannot be loaded: {error_text(error)}",
@@ -235,7 +236,7 @@ def _run_task(
 
 @contextlib.contextmanager
 def _preserved_random_state() -> Iterator[None]:
-    """Restore the global random states, which the harness seeds, because a caller may train a model."""
+    """Restore the global random states, which the harness uses and seeds: a caller may train a model."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
