@@ -52,7 +52,10 @@ def command(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the metrics as one JSON object."),
 ) -> None:
-    """Compute loss, perplexity and exact match of a model, or its scores on benchmark tasks."""
+    """Compute loss and exact match, or benchmark scores.
+
+    --data evaluates a model on records, --tasks on tasks of lm-evaluation-harness.
+    """
     from whet.cli.console import set_up_logging
     from whet.errors import ConfigError
 
