@@ -27,7 +27,7 @@ FAST := tests/ops tests/objectives tests/config tests/models tests/adapters test
 test-fast: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow" -n $(JOBS) $(FAST)
 
-test-slow: $(VENV)/installed-dev extras compat
+test-slow: $(VENV)/installed-evals extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow
 
@@ -81,6 +81,12 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)/installed-docs: $(VENV)/installed
 	@echo "installing the tools for the documentation into $(VENV)"
 	@$(PIP) --editable ".[docs]"
+	@touch $@
+
+# for the slow tests of benchmark tasks, which are skipped without it
+$(VENV)/installed-evals: $(VENV)/installed-dev
+	@echo "installing lm-evaluation-harness into $(VENV)"
+	@$(PIP) --editable ".[evals]"
 	@touch $@
 
 $(V4)/installed: constraints-transformers4.txt

@@ -1,4 +1,4 @@
-"""The top-level functions of whet: train, resume, evaluate and export."""
+"""The top-level functions of whet: train, resume, evaluate, benchmark and export."""
 
 import contextlib
 import logging
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from whet.data.sources.source import SourceSpec
     from whet.data.tokens.chat_template import Supervise
     from whet.data.tokens.examples import TooLong
+    from whet.evaluation.evaluate_model import ModelEvaluation
+    from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
+    from whet.rl.rewards.answer_checks import AnswerCheck
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
@@ -113,6 +116,7 @@ def evaluate(
     *,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     generate: bool = False,
+    checks: Iterable[str] = (),
     samples: int = 0,
     max_tokens: int = 256,
     max_length: int = 2048,
@@ -130,6 +134,8 @@ def evaluate(
         data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N.
         tokenizer: The tokenizer of a loaded model that is passed without one.
         generate: Also generate a response to each prompt and report exact match.
+        checks: With `generate`, checks of the responses, reported as the fraction that passes: "json_valid",
+            "json_schema=FILE", "regex=PATTERN" or "numeric_match".
         samples: With `generate`, the number of prompts to log with their responses, at level INFO.
         max_tokens: The maximum number of tokens per generated response.
         max_length: The maximum length of an example, in tokens.
@@ -149,8 +155,14 @@ def evaluate(
     from whet.evaluation.evaluate_model import ModelEvaluation
     from whet.model_io.load import load
     from whet.recipes.classify.classifier import Classifier
+    from whet.rl.rewards.answer_checks import parse_checks
 
     check_positive(max_tokens=max_tokens)
+    parsed_checks = parse_checks(list(checks))
+    if parsed_checks and not generate:
+        raise ConfigError(
+            "checks need generated responses", hint="set generate=True, or leave out the checks"
+        )
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, not {max_length}")
     spec = str(data) if isinstance(data, Path) else data
@@ -184,8 +196,103 @@ def evaluate(
         total = len(evaluation.questions)
         advance = progress or (lambda *_: None)
         advance(0, total)
-        metrics |= evaluation.exact_match(max_tokens=max_tokens, progress=lambda done: advance(done, total))
+        metrics |= _response_metrics(
+            evaluation, parsed_checks, max_tokens=max_tokens, progress=lambda done: advance(done, total)
+        )
     return metrics
+
+
+def _response_metrics(
+    evaluation: "ModelEvaluation",
+    checks: "list[AnswerCheck]",
+    *,
+    max_tokens: int,
+    progress: Callable[[int], None],
+) -> dict[str, float]:
+    """Return exact match, and the fraction of responses that pass each check."""
+    from whet.evaluation.exact_match import compare_answers
+
+    if not checks:  # exact match alone does not need complete responses
+        return evaluation.exact_match(max_tokens=max_tokens, progress=progress)
+    answers = evaluation.all_answers(max_tokens=max_tokens, progress=progress)
+    passed = {check.name: check.fraction(answers, evaluation.questions) for check in checks}
+    return compare_answers(answers, evaluation.questions).metrics() | passed
+
+
+def benchmark(
+    model: "str | Path | tuple[LanguageModel, Any]",  # Any: a tokenizer
+    tasks: Iterable[str],
+    *,
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+    contamination: bool = False,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> "list[TaskResult]":
+    """Evaluate a language model on tasks of EleutherAI's lm-evaluation-harness (needs `whet[evals]`).
+
+    The results of a run are stored in its directory. A task is not computed again if the weights, the task,
+    its items and the settings are those of a stored result.
+
+    Args:
+        model: A finished run, a model name or directory, or the (model, tokenizer) pair of `whet.load`.
+        tasks: Names of tasks, or paths of task files (YAML).
+        limit: The number of items per task. By default all.
+        shots: The number of examples in each prompt. By default that of the task.
+        chat: Render prompts with the model's chat template.
+        contamination: Count the items that overlap with the run's training data, data.train.
+        progress: Called with what is computed, the number of finished requests of a task, and their total.
+
+    Returns:
+        The result of each task: its scores with standard errors, and the score of each item.
+
+    Raises:
+        WhetError: A task or the model is invalid, or lm-evaluation-harness is not installed.
+    """
+    from whet.errors import ConfigError
+    from whet.evaluation.benchmarks import TaskSettings, load_tasks, run_tasks
+    from whet.evaluation.task_result import append_result, read_results
+    from whet.model_io.load import load
+
+    settings = TaskSettings(limit, shots, chat)
+    directory = _run_of(model)
+    if contamination and directory is None:
+        raise ConfigError(
+            f"{model} is not a run, so its training data is unknown", hint="leave out contamination"
+        )
+    loaded_tasks = load_tasks(list(tasks))  # report invalid tasks before loading the model
+    language_model, tokenizer = model if isinstance(model, tuple) else load(model)
+    stored = read_results(directory) if directory else []
+    results = []
+    for result, is_new in run_tasks(
+        language_model, tokenizer, loaded_tasks, settings=settings, stored=stored, progress=progress
+    ):
+        final = result
+        if contamination and directory is not None and result.contamination is None:
+            final = _with_contamination(result, loaded_tasks[result.task], directory)
+        if directory is not None and (is_new or final != result):
+            append_result(directory, final)
+        if not is_new:
+            log.info("%s: stored result of %s", result.task, result.date)
+        results.append(final)
+    return results
+
+
+def _with_contamination(
+    result: "TaskResult", task: Any, directory: Path
+) -> "TaskResult":  # Any: a task of the harness
+    from dataclasses import replace
+
+    from whet.config.load_config import load_config
+    from whet.data.sources.source import open_source
+    from whet.evaluation.benchmarks import item_texts
+    from whet.evaluation.contamination import contamination_of, record_texts
+    from whet.run_directory import CONFIG_FILE
+
+    data = load_config(directory / CONFIG_FILE).data
+    records = open_source(data.train, split="train", on_bad="skip")
+    items = item_texts(task, result.limit)
+    return replace(result, contamination=contamination_of(result, items, record_texts(records)))
 
 
 def export(
@@ -229,6 +336,15 @@ def export(
             raise RunError(f"{exported.path}: {result}")
         log.info("%s", result)
     return exported.path
+
+
+def _run_of(model: object) -> Path | None:
+    """Return the run directory that a model argument names, or None."""
+    from whet.model_io.resolve import expand_user
+    from whet.runs.run_files import is_run
+
+    path = expand_user(model) if isinstance(model, str | Path) else None
+    return path if path is not None and is_run(path) else None
 
 
 def _evaluate_other_model(

@@ -23,6 +23,7 @@ PLAN_FILE = "plan.json"
 PROBE_FILE = "probe.json"
 CLASSIFICATION_FILE = "classification.json"
 CLASSIFICATION_PLOT = "classification.png"
+EVALUATIONS_FILE = "evaluations.jsonl"  # results of benchmark tasks, one per line
 REPORT_PAGE = "report.html"
 CHECKPOINTS_DIRECTORY = "checkpoints"
 STATE_FILE = "state.json"  # in a checkpoint

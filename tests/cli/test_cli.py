@@ -332,6 +332,31 @@ def test_eval_reports_loss_and_exact_match(cli, trained, tmp_path):
     assert "exact match" not in plain
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either --data or --tasks is needed"),
+        (("--data", "synth:house-test:2", "--tasks", "arc_easy"), "--data and --tasks exclude each other"),
+        (
+            ("--data", "synth:house-test:2", "--shots", "2"),
+            "--limit, --shots, --chat and --contamination apply to --tasks only",
+        ),
+    ],
+)
+def test_eval_rejects_options_that_do_not_fit_together(cli, trained, arguments, message):
+    code, _, err = cli("eval", trained, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_eval_names_the_extra_that_tasks_need(cli, trained, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    code, _, err = cli("eval", trained, "--tasks", "arc_easy")
+    assert code == 2
+    assert "benchmark tasks need lm-evaluation-harness" in err
+    assert 'pip install "whet[evals]"' in err
+
+
 def test_eval_rejects_missing_data(cli, trained):
     code, _, err = cli("eval", trained, "--data", "nowhere.jsonl")
     assert code == 2

@@ -522,3 +522,22 @@ def test_list_runs_includes_the_runs_of_sweeps(new_run, tmp_path):
         "lr-1e-3-seed-0",
         "lr-1e-4-seed-0",
     }
+
+
+def test_report_shows_the_latest_result_of_each_benchmark_task(tmp_path):
+    from whet.evaluation.task_result import Score, TaskResult, append_result
+
+    directory = tmp_path / "run"
+    write_run(directory)
+    for value in (0.25, 0.75):
+        scores = {"acc": Score(value, 0.0433)}
+        append_result(directory, TaskResult("key", "house", "1", 2, 100, None, False, scores))
+    with (directory / "evaluations.jsonl").open("a") as file:
+        file.write('{"task": "incomplete"}\n')
+    run = read_run(directory)
+    page = report_page(run)
+    assert "<section id='benchmarks'>" in page
+    assert "0.7500" in page
+    assert "± 0.0433" in page
+    assert "0.2500" not in page
+    assert "evaluations.jsonl: 1 of its rows are not complete results" in page

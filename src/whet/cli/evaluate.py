@@ -1,7 +1,8 @@
-"""whet eval: loss, perplexity and exact match of a model on a dataset."""
+"""whet eval: loss, perplexity and exact match on a dataset, and scores on benchmark tasks."""
 
 import json
 from enum import Enum
+from typing import Any
 
 import typer
 
@@ -16,12 +17,29 @@ class Supervised(Enum):
 
 def command(
     model: str = typer.Argument(help="A model's name, a model or adapter directory, a GGUF file, or a run."),
-    data: str = typer.Option(
-        ...,
+    data: str | None = typer.Option(
+        None,
         "--data",
         help="Records: a file, a directory (its test split, or ledgers), hf:NAME or synth:NAME:N.",
     ),
+    tasks: str | None = typer.Option(
+        None, "--tasks", help="Benchmark tasks, separated by commas: names or YAML files (needs lm-eval)."
+    ),
+    limit: int | None = typer.Option(None, "--limit", min=1, help="Number of items per task; default: all."),
+    shots: int | None = typer.Option(
+        None, "--shots", min=0, help="Number of examples in each prompt of a task; default: the task's."
+    ),
+    chat: bool = typer.Option(False, "--chat", help="Render the prompts of tasks with the chat template."),
+    contamination: bool = typer.Option(
+        False, "--contamination", help="Count the items of tasks that overlap with the run's training data."
+    ),
     generate: bool = typer.Option(True, help="Also generate completions, for exact match."),
+    checks: list[str] = typer.Option(  # noqa: B008
+        [],
+        "--check",
+        help="Also report the fraction of completions that pass: json_valid, json_schema=FILE, regex=PATTERN "
+        "or numeric_match (repeatable).",
+    ),
     samples: int = typer.Option(3, min=0, help="Number of prompts to show with their completions."),
     max_tokens: int = typer.Option(256, min=1, help="Maximum number of generated tokens."),
     max_length: int = typer.Option(2048, min=2, help="Maximum example length, in tokens."),
@@ -34,27 +52,55 @@ def command(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the metrics as one JSON object."),
 ) -> None:
-    """Compute loss, perplexity and exact match of a model."""
-    from whet.api import evaluate
+    """Compute loss and exact match, or benchmark scores.
+
+    --data evaluates a model on records, --tasks on tasks of lm-evaluation-harness.
+    """
     from whet.cli.console import set_up_logging
+    from whet.errors import ConfigError
+
+    if (data is None) == (tasks is None):
+        problem = (
+            "either --data or --tasks is needed" if data is None else "--data and --tasks exclude each other"
+        )
+        raise ConfigError(problem, hint="--data evaluates on your records, --tasks on benchmark tasks")
+    set_up_logging()
+    if tasks is not None:
+        _run_tasks(
+            model, tasks, as_json=as_json, limit=limit, shots=shots, chat=chat, contamination=contamination
+        )
+        return
+    if limit is not None or shots is not None or chat or contamination:
+        raise ConfigError("--limit, --shots, --chat and --contamination apply to --tasks only")
+    assert data is not None
+    _evaluate(
+        model,
+        data,
+        as_json=as_json,
+        generate=generate,
+        checks=checks,
+        samples=samples,
+        max_tokens=max_tokens,
+        max_length=max_length,
+        too_long="split" if split else "truncate",
+        supervise=supervise.value,
+    )
+
+
+def _evaluate(model: str, data: str, *, as_json: bool, **settings: Any) -> None:  # Any: as in whet.evaluate
+    from whet.api import evaluate
     from whet.model_io.formats.classifier_head import is_classifier
     from whet.model_io.resolve import local_model_directory
     from whet.reporting.console import stderr_console
     from whet.reporting.progress import format_metrics
     from whet.reporting.text.classifier_text import classification_text
 
-    set_up_logging()
     with stderr_console().status("evaluating") as status:
         metrics = evaluate(
             model,
             data,
-            generate=generate,
-            samples=samples,
-            max_tokens=max_tokens,
-            max_length=max_length,
-            too_long="split" if split else "truncate",
-            supervise=supervise.value,
             progress=lambda done, total: status.update(f"generating: {done} of {total} completions"),
+            **settings,
         )
     if as_json:
         print(json.dumps(metrics))
@@ -62,3 +108,24 @@ def command(
         print(classification_text(metrics))
     else:
         print(format_metrics(metrics))
+
+
+def _run_tasks(
+    model: str, tasks: str, *, as_json: bool, **settings: Any
+) -> None:  # Any: as in whet.benchmark
+    from whet.api import benchmark
+    from whet.reporting.console import stderr_console
+    from whet.reporting.text.benchmark_text import results_text
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    with stderr_console().status("loading tasks") as status:
+        results = benchmark(
+            model,
+            names,
+            progress=lambda what, done, total: status.update(f"{what}: {done} of {total}"),
+            **settings,
+        )
+    if as_json:
+        print(json.dumps([result.to_json() for result in results]))
+    else:
+        print(results_text(results))

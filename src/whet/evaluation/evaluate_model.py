@@ -13,7 +13,7 @@ from whet.data.tokens.field_audit import unread_fields
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Question, token_bytes
 from whet.errors import DataError
-from whet.evaluation.exact_match import exact_match
+from whet.evaluation.exact_match import exact_match, greedy_answers
 from whet.generation.engine import generate_tokens
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
@@ -97,6 +97,17 @@ class ModelEvaluation:
         return exact_match(
             self.model, self.tokenizer, self.questions, max_tokens=max_tokens, progress=progress
         ).metrics()
+
+    def all_answers(self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+        """Return the complete greedy answer to each question.
+
+        Args:
+            max_tokens: the largest number of tokens per answer.
+            progress: called with the number of answered questions.
+        """
+        return greedy_answers(
+            self.model, self.tokenizer, self.questions, max_tokens=max_tokens, progress=progress
+        )
 
     def answers(self, count: int, *, max_tokens: int) -> Iterator[tuple[Question, str]]:
         """Yield the first `count` questions with the model's greedy answers."""

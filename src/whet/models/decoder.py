@@ -115,12 +115,12 @@ class Decoder(LanguageModel):
         shared = None
         if self.paths.shared_prefixes and tokens.device.type == "cpu" and cache is None and not is_planning():
             shared = share_prefixes(tokens, positions, layout)
-        if shared is None or not self._can_share_prefixes():
+        if shared is None or not self.can_share_prefixes():
             return self._hidden(tokens, positions, layout, cache)
         states = self._hidden(tokens[:, shared.computed], positions[:, shared.computed], shared.layout, None)
         return states.index_select(1, shared.sources)
 
-    def _can_share_prefixes(self) -> bool:
+    def can_share_prefixes(self) -> bool:
         """Whether equal prefixes may be computed once: no dropout, no expert counts and no forward hooks."""
         return not self.spec.expert_specs and not any(
             _has_forward_hooks(module) or getattr(module, "has_active_dropout", False)

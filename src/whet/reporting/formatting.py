@@ -1,8 +1,10 @@
-"""Human-readable numbers, durations, sizes and counts."""
+"""Human-readable numbers, durations, sizes and counts, and columns of them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from whet.data.inspect.token_text import to_visible_text
 from whet.runs.metric_series import as_number
 
 
@@ -79,3 +81,16 @@ def format_age(seconds: float) -> str:
 def to_json_number(value: Any) -> Any:  # Any: a JSON value, or a non-finite float
     """Replace NaN and infinities, which JSON does not support, by their names."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns: the first to the left, the others to the right."""
+    cells = [[to_visible_text(cell) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )

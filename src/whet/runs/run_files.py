@@ -10,9 +10,11 @@ import yaml
 
 from whet.config.load_config import parse_yaml
 from whet.errors import CheckpointError
+from whet.evaluation.task_result import TaskResult, parse_results
 from whet.run_directory import (
     CLASSIFICATION_FILE,
     CONFIG_FILE,
+    EVALUATIONS_FILE,
     FINAL_DIRECTORY,
     METRICS_FILE,
     PLAN_FILE,
@@ -38,6 +40,7 @@ class RunFiles:
     classification: JsonObject | None = None
     samples: list[JsonObject] = field(default_factory=list)
     plan: JsonObject = field(default_factory=dict)  # the estimate from before the run
+    evaluations: list[TaskResult] = field(default_factory=list)  # of benchmark tasks, oldest first
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -88,6 +91,7 @@ def read_run(directory: Path) -> RunFiles:
     run.classification = _read_object(run, CLASSIFICATION_FILE)
     run.samples = _read_rows(run, SAMPLES_FILE)
     run.plan = _read_object(run, PLAN_FILE) or {}
+    _read_evaluations(run)
     return run
 
 
@@ -120,6 +124,14 @@ def _read_metrics(run: RunFiles) -> None:
     run.summary = last if isinstance(last, dict) else None
     if not rows:
         run.problems.append(f"{METRICS_FILE} has no rows")
+
+
+def _read_evaluations(run: RunFiles) -> None:
+    rows = _read_rows(run, EVALUATIONS_FILE)
+    run.evaluations = parse_results(rows)
+    if len(run.evaluations) < len(rows):
+        damaged = len(rows) - len(run.evaluations)
+        run.problems.append(f"{EVALUATIONS_FILE}: {damaged:,} of its rows are not complete results")
 
 
 def is_valid_step(value: object) -> bool:

@@ -12,6 +12,7 @@ from whet.errors import CheckpointError, ConfigError
 from whet.runs.metric_series import MAX_PLOTTED_VALUE, Metric, as_number, metrics_by_name
 from whet.runs.run_files import JsonObject, RunFiles, is_run, nested_object, read_run
 from whet.studies.comparability import differing_keys
+from whet.studies.compare_benchmarks import BenchmarkComparison, benchmarks_json, compare_benchmarks
 from whet.studies.statistics import compare, deviation, hedges_g, holm, interval, mean
 
 # keys in which the runs of a group may differ: only random effects depend on them
@@ -120,6 +121,7 @@ class RunComparison:
     differences: dict[str, list[object]]  # key: the value of each group
     notes: list[str]
     incomparable_keys: list[str] = field(default_factory=list)  # keys that make `metric` incomparable
+    benchmarks: list[BenchmarkComparison] = field(default_factory=list)
 
     @property
     def runs(self) -> list[RunFiles]:
@@ -192,7 +194,8 @@ def compare_runs(paths: Sequence[str | Path], *, metric: str | None = None) -> R
     if incomparable:
         keys = f"{', '.join(incomparable)} {'differs' if len(incomparable) == 1 else 'differ'}"
         notes.insert(0, f"{ranked_by} is not comparable between these groups: {keys}")
-    return RunComparison(groups, ranked_by, ordered, differences, notes, incomparable)
+    benchmarks = compare_benchmarks([group.runs for group in groups])
+    return RunComparison(groups, ranked_by, ordered, differences, notes, incomparable, benchmarks)
 
 
 def _runs_at(directory: Path) -> list[Path]:
@@ -343,6 +346,7 @@ def comparison_json(comparison: RunComparison) -> JsonObject:
         "effect_size": "Hedges' g: difference of the means / pooled standard deviation, corrected",
         "test": "paired t-test over the seeds both groups have, two-sided; p_adjusted by Holm",
         "groups": groups,
+        "benchmarks": benchmarks_json(comparison.benchmarks),
         "differences": comparison.differences,
         "not_comparable_by": comparison.incomparable_keys,
         "notes": comparison.notes,

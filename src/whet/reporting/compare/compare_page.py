@@ -18,6 +18,7 @@ from whet.reporting.formatting import format_elapsed
 from whet.reporting.html_page import html_page, html_table, html_text
 from whet.reporting.run.run_facts import steps_text
 from whet.reporting.svg import COLORS
+from whet.reporting.text.benchmark_text import COMPARISON_HEADINGS, COMPARISON_NOTE, comparison_rows
 from whet.storage import replace_text
 from whet.studies.compare_runs import RunComparison, RunGroup, seed_of, setting_text
 
@@ -73,6 +74,10 @@ def _problems(comparison: RunComparison) -> Iterator[str]:
 
 def _sections(comparison: RunComparison) -> Iterator[tuple[str, str]]:
     yield "results", f"<h2>Results</h2>{_results(comparison)}"
+    if comparison.benchmarks:
+        rows = list(comparison_rows(comparison.benchmarks, _names(comparison)))
+        note = f"<p class='quiet'>{html_text(COMPARISON_NOTE)}</p>"
+        yield "benchmarks", f"<h2>Benchmarks</h2>{_table(COMPARISON_HEADINGS, rows)}{note}"
     if swept := swept_charts(comparison):
         yield "swept", f"<h2>Effect of the settings</h2>{''.join(swept)}"
     shown = _drawn_groups(comparison)

@@ -1,10 +1,9 @@
 """The comparison of runs as text tables."""
 
-from collections.abc import Sequence
-
 from whet.config.metric_direction import lower_is_better
 from whet.data.inspect.token_text import to_visible_text
-from whet.reporting.formatting import format_number
+from whet.reporting.formatting import align_columns, format_number
+from whet.reporting.text.benchmark_text import COMPARISON_HEADINGS, COMPARISON_NOTE, comparison_rows
 from whet.studies.compare_runs import GroupDifference, RunComparison, SeedScores, setting_text
 
 _MAX_OTHER_METRICS = 12
@@ -28,11 +27,14 @@ def comparison_text(comparison: RunComparison) -> str:
         rows = [("other metrics", *names)]
         rows += [(name, *(spread_text(group.scores(name)) for group in comparison.groups)) for name in shown]
         omitted = f"\n{len(others) - len(shown)} more metrics: see --json" if len(others) > len(shown) else ""
-        parts.append(_columns(list(zip(*rows, strict=True)) if transposed else rows) + omitted)
+        parts.append(align_columns(list(zip(*rows, strict=True)) if transposed else rows) + omitted)
     if comparison.differences:
         rows = [("config", *names)]
         rows += [(key, *map(_truncate, values)) for key, values in comparison.differences.items()]
-        parts.append(_columns(list(zip(*rows, strict=True)) if transposed else rows))
+        parts.append(align_columns(list(zip(*rows, strict=True)) if transposed else rows))
+    if comparison.benchmarks:
+        rows = [COMPARISON_HEADINGS, *comparison_rows(comparison.benchmarks, names)]
+        parts.append(f"{align_columns(rows)}\n{COMPARISON_NOTE}")
     parts += [f"note: {to_visible_text(note)}" for note in comparison.notes]
     return "\n\n".join(parts)
 
@@ -40,7 +42,7 @@ def comparison_text(comparison: RunComparison) -> str:
 def _statistics(comparison: RunComparison) -> str:
     rows = list(statistics_rows(comparison))
     used = [column for column in range(len(STATISTICS)) if column < 3 or any(row[column] for row in rows)]
-    return _columns([tuple(row[column] for column in used) for row in (STATISTICS, *rows)])
+    return align_columns([tuple(row[column] for column in used) for row in (STATISTICS, *rows)])
 
 
 def statistics_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
@@ -125,15 +127,3 @@ def best_text(comparison: RunComparison) -> str:
 def _truncate(value: object) -> str:
     text = setting_text(value)
     return text if len(text) <= _MAX_CELL_LENGTH else f"{text[: _MAX_CELL_LENGTH - 1]}…"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    cells = [[to_visible_text(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )

@@ -23,6 +23,7 @@ from whet.reporting.run.router_maps import router_section
 from whet.reporting.run.run_facts import facts, headline, planned_gib, reproduce_commands, use_commands
 from whet.reporting.run.sample_table import samples_section
 from whet.reporting.svg import figure_style, svg
+from whet.reporting.text.benchmark_text import HEADINGS, result_rows
 from whet.reporting.text.classifier_text import ERRORS, SCORES, classification_figure
 from whet.reporting.text.plan_text import plan_json
 from whet.run_directory import CONFIG_FILE, REPORT_PAGE
@@ -96,6 +97,8 @@ def _sections(run: RunFiles) -> Iterator[tuple[str, str]]:
         yield "routers", f"<h2>Routers</h2>{routers}"
     if (classification := _classification(run)) is not None:
         yield "classification", f"<h2>Classification</h2>{classification}"
+    if run.evaluations:
+        yield "benchmarks", f"<h2>Benchmarks</h2>{_benchmarks(run)}"
     if run.samples:
         yield "samples", f"<h2>Samples</h2>{samples_section(run.samples)}"
     yield "commands", f"<h2>Commands</h2>{_commands(run)}"
@@ -141,6 +144,14 @@ def _classification(run: RunFiles) -> str | None:
         run.problems.append(f"classification.json is not a complete report: {type(error).__name__}: {error}")
         return None
     return table + figure_element("classification-plots", picture, "")
+
+
+def _benchmarks(run: RunFiles) -> str:
+    """Return a table of the latest result of each task."""
+    latest = {(each.task, each.shots, each.limit, each.chat): each for each in run.evaluations}
+    rows = [HEADINGS, *result_rows(list(latest.values()))]
+    lines = "".join(f"<tr>{''.join(f'<td>{html_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='scroll'><table class='grid'>{lines}</table></div>"
 
 
 def _scores(report: JsonObject) -> str:
