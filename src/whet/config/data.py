@@ -19,6 +19,7 @@ class WeightedSource(Section):
     weight: float = Field(
         gt=0, description="share of the records drawn from this source, relative to the other weights"
     )
+    columns: dict[str, str] = Field({}, description="names of this source's columns, instead of data.columns")
 
 
 _IN_MEMORY_HINT = (
@@ -99,6 +100,7 @@ class Data(Section):
         "messages",
         "preference",
         "completion",
+        "tokens",
         "classification",
         "tabular",
         "distrust",
@@ -107,6 +109,11 @@ class Data(Section):
     ] = Field("auto", description="format of the records; auto: the first format that matches their fields")
     on_bad_record: Literal["error", "skip"] = Field(
         "error", description="invalid records: stop with an error, or skip and count them"
+    )
+    columns: dict[str, str] = Field(
+        {},
+        description="names of columns in the sources, by whet's name of the field, such as "
+        "{prompt: question, completion: answer}",
     )
     ignore: list[str] = Field(
         [], description="fields of records and messages to ignore without reporting them as unread"

@@ -117,6 +117,7 @@ class RunData:
             form=self.record_format,
             on_bad=data.on_bad_record,
             ignore=data.ignore,
+            columns=data.columns,
             given=self.python_sources,
         )
 

@@ -13,6 +13,7 @@ from whet.data.tokens.chat_template import RenderedPrompt, Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.long_texts import MAX_WINDOW_CHARS, Tokens, encode_long
 from whet.data.tokens.loss_mask import tokens_inside
+from whet.data.tokens.pretokenized import PretokenizedRendering
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.errors import DataError
 
@@ -56,7 +57,11 @@ class Encoder:
     ) -> list[Example | DataError]:
         """Return the examples for the encodings that `tokenize_batch` returned."""
         return [
-            encoding if isinstance(encoding, DataError) else self._to_example(rendering, encoding)
+            rendering.to_example()
+            if isinstance(rendering, PretokenizedRendering)
+            else encoding
+            if isinstance(encoding, DataError)
+            else self._to_example(rendering, encoding)
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
@@ -76,13 +81,17 @@ class Encoder:
         return Question(tokens.tolist(), prompt.question, prompt.answer, prompt.prompt.origin, prompt.group)
 
     def tokenize_batch(self, renderings: Sequence[Rendering]) -> list[Any]:
-        """Tokenize texts. Return an encoding or an error for each.
+        """Tokenize texts. Return an encoding or an error for each, and None for records that are tokenized.
 
         Most of the work is done here, without holding the GIL. Any: tokenizers' Encoding, or a DataError.
         """
         encodings: list[Any] = [None] * len(renderings)
         for is_plain in (False, True):
-            indices = [index for index, rendering in enumerate(renderings) if rendering.is_plain is is_plain]
+            indices = [
+                index
+                for index, rendering in enumerate(renderings)
+                if rendering.is_plain is is_plain and not isinstance(rendering, PretokenizedRendering)
+            ]
             batch = [renderings[index] for index in indices]
             for index, encoding in zip(indices, self._encode_batch(batch, special=is_plain), strict=True):
                 encodings[index] = encoding

@@ -76,7 +76,14 @@ class RowData:
             run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
         )
         self.sources: dict[RowSplit, Source] = {
-            split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record, given=given)
+            split: open_source(
+                spec,
+                split=split,
+                form="tabular",
+                on_bad=data.on_bad_record,
+                columns=data.columns,
+                given=given,
+            )
             for split in SPLITS
             if (spec := getattr(data, split)) is not None
         }
