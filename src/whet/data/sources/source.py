@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
@@ -237,6 +237,11 @@ def open_source(
     ]
     weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
     return CombinedSource(sources, weights or None)
+
+
+def is_source(value: SourceSpec | float | None) -> TypeGuard[SourceSpec]:
+    """Return whether the value of a data key names a source; a number holds out a part of data.train."""
+    return value is not None and not isinstance(value, int | float)
 
 
 def directory_has_split(spec: SourceSpec, split: Split) -> bool:
