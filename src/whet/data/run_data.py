@@ -14,7 +14,6 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
 from whet.data.class_labels import ClassLabels
 from whet.data.packing import StepSettings
-from whet.data.sources.hold_out import HoldOut, split_sources
 from whet.data.sources.source import (
     Format,
     GivenRows,
@@ -107,22 +106,22 @@ class RunData:
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
             self.sources["hard"] = self._open(curriculum.hard, "train")
-        if (settings := self._hold_out_settings()) is not None:
+        if (size := self._held_out_size()) is not None:
+            from whet.data.sources.hold_out import HoldOut, split_sources
+
+            settings = HoldOut(size, run.seed, data.group, by_class=needs.labels is not None)
             self.sources = split_sources(self.sources, settings)
         self.warns_without_validation = True  # False for parts of a mix, if another part warns or validates
         self.held_out: Mapping[str, object] | None = None  # which training records are held out
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
         self.prompts: dict[str, Prompts] = {}  # instead of examples, if the objective needs prompts
 
-    def _hold_out_settings(self) -> HoldOut | None:
-        """Return how to split data.train before it is tokenized, or None."""
-        data, needs = self.config.data, self.needs
-        size = data.held_out
-        if size is None and data.valid is None and data.group is not None:
-            size = needs.valid_share or None  # of a classifier
-        if size is None:
-            return None
-        return HoldOut(size, self.config.run.seed, data.group, by_class=needs.labels is not None)
+    def _held_out_size(self) -> float | None:
+        """Return the share or number of records to hold out before tokenization, or None."""
+        data = self.config.data
+        if data.valid is None and data.group is not None:
+            return self.needs.valid_share or None  # of a classifier
+        return data.held_out
 
     def _open(self, spec: SourceSpec, split: Split) -> Source:
         data = self.config.data
@@ -181,7 +180,7 @@ class RunData:
         if "valid" not in by_split:
             if self.warns_without_validation:
                 warn_without_validation(data.train)
-        elif self._hold_out_settings() is not None:
+        elif self._held_out_size() is not None:
             held_out, remaining = len(by_split["valid"]), len(by_split["train"])
             log.info(
                 "valid: held out %d of %d %s of data.train, grouped by %s (seed %d)",

@@ -9,8 +9,6 @@ from whet.errors import DataError
 
 def rename_columns(content: SourceContent, columns: Columns, *, name: str) -> SourceContent:
     """Return a source whose fields have whet's names. Its digest covers the mapping."""
-    if not columns:
-        return content
     rename = content.rename or (lambda mapping: _renamed_rows(content, mapping))
     return SourceContent(
         rows=lambda: _checked_rows(rename(columns), columns, name=name),

@@ -16,7 +16,6 @@ from whet.data.sources.compressed_files import (
     open_data_file,
     strip_bom,
 )
-from whet.data.sources.json_array import CHUNK, iter_elements
 from whet.data.sources.record_formats import is_record
 from whet.data.sources.strict_json import JsonFields, parse_json_bytes, require_object
 from whet.data.sources.tables import iter_table_rows, record_from_cells
@@ -30,6 +29,7 @@ Reader = Callable[[Path], Iterator[SourceRow]]
 Columns = Mapping[str, str]  # whet's name of a field -> its name in the file
 _NO_COLUMNS: Columns = MappingProxyType({})
 
+_START_BYTES = 2**18  # of a .json file, to see what it contains
 PIECE_BYTES = 2**20  # of one plain-text record: longer files are split between lines
 MAX_OBJECT_BYTES = 2**28  # of a .json file with a single object, which is read at once
 
@@ -63,7 +63,7 @@ def _parse_line(line: bytes, origin: str) -> JsonFields:
 def read_json(path: Path) -> Iterator[SourceRow]:
     """Read a JSON array of objects, an object that contains one, a single record, or JSON Lines."""
     with open_data_file(path) as file:
-        start = strip_bom(file.read(CHUNK), path).lstrip()
+        start = strip_bom(file.read(_START_BYTES), path).lstrip()
     if start.startswith(b"["):
         yield from _read_list(path)
     elif start and _is_lines(path):
@@ -83,6 +83,8 @@ def _is_lines(path: Path) -> bool:
 
 
 def _read_list(path: Path) -> Iterator[SourceRow]:
+    from whet.data.sources.json_array import iter_elements
+
     with open_data_file(path) as file:
         for element in iter_elements(file, path):
             try:

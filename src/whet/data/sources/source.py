@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
-from whet.data.sources.columns import rename_columns
 from whet.data.sources.compressed_files import missing_path_error
 from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import FormatName, find_format, normalize_record
@@ -224,7 +223,10 @@ def open_source(
     """
     if isinstance(spec, str):
         content = _placeholder_content(spec, given) or _content(spec, split)
-        content = rename_columns(content, columns, name=spec)
+        if columns:
+            from whet.data.sources.columns import rename_columns
+
+            content = rename_columns(content, columns, name=spec)
         return SingleSource(spec, content, form=form, on_bad=on_bad, ignore=ignore)
     parts = [
         (part, columns) if isinstance(part, str) else (part.source, part.columns or columns) for part in spec

@@ -18,9 +18,8 @@ from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Sourc
 from whet.data.tokens.chat_template import Renderer, Rendering, Supervise
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
-from whet.data.tokens.pretokenized import render_tokens
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
-from whet.data.tokens.tokenize import Encoder, Question
+from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
 
 log = logging.getLogger("whet")
