@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whet.config.load_config import validate_config, to_dict
+from whet.config.load_config import to_dict, validate_config
 from whet.data.run_data import Needs, RunData
 from whet.data.sources.hold_out import HoldOut, group_key, select_by_class, select_groups, split_source
 from whet.data.sources.source import CombinedSource, Record, Skipped, open_source, validate_record
