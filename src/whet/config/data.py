@@ -89,8 +89,8 @@ class Data(Section):
     """The records of the run and how they become batches."""
 
     train: Sources = Field(
-        description="training records: a file, a directory, hf:NAME or synth:NAME:N; a list of these; "
-        "or a list of {source, weight} to mix"
+        description="training records: a file, a directory, a glob, hf:NAME or synth:NAME:N; a list of "
+        "these; or a list of {source, weight} to mix"
     )
     valid: Strict[int] | Strict[float] | Sources | None = Field(
         None,
