@@ -11,7 +11,7 @@ PYTEST := WHET_OFFLINE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --randomly-see
 # an older transformers, which vLLM and others still pin: slow tests load whet's exports with it
 V4 := .venv-transformers4
 
-.PHONY: demo test test-slow test-gpu bench-smoke check format extras compat clean
+.PHONY: demo test test-fast test-slow test-gpu bench-smoke check format docs extras compat clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -48,6 +48,11 @@ extras: $(VENV)/installed-dev
 		echo "resolving whet[$$extra]"; $(PIP) --dry-run ".[$$extra]" || exit 1; \
 	done
 
+# the documentation site, in build/site; a warning is an error
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m tools.reference --check
+	$(BIN)/zensical build --strict --clean
+
 compat: $(V4)/installed
 
 clean:
@@ -64,6 +69,11 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "installing the tools for tests and checks into $(VENV)"
 	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@echo "installing the tools for the documentation into $(VENV)"
+	@$(PIP) --editable ".[docs]"
 	@touch $@
 
 $(V4)/installed: constraints-transformers4.txt

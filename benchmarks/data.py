@@ -81,7 +81,7 @@ import sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
 from whet.data.batches import BatchStream
-from whet.data.tokens.examples import cut
+from whet.data.tokens.examples import build_examples
 from whet.data.packing import StepSettings
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.sources.source import open_source
@@ -89,7 +89,7 @@ import tokenizers, jinja2
 tok = AutoTokenizer.from_pretrained(sys.argv[1])
 started = time.perf_counter()
 store = Preparation(tok, cache=Path(sys.argv[3])).store(open_source(sys.argv[2]))
-examples = cut(store, max_length=512, too_long="truncate")
+examples = build_examples(store, max_length=512, too_long="truncate")
 next(BatchStream(examples, StepSettings(None, 512, 512, pack=True), seed=0))
 print(time.perf_counter() - started)
 """
@@ -162,7 +162,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 from whet.data.batches import BatchStream
-from whet.data.tokens.examples import cut
+from whet.data.tokens.examples import build_examples
 from whet.data.packing import StepSettings
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.sources.source import open_source
@@ -189,7 +189,7 @@ watcher.start()
 started = time.perf_counter()
 store = Preparation(tok, cache=Path(sys.argv[3])).store(open_source(sys.argv[2]))
 seconds = time.perf_counter() - started
-examples = cut(store, max_length=257, too_long="split")
+examples = build_examples(store, max_length=257, too_long="split")
 Trainer(model, SFT(), BatchStream(examples, StepSettings(None, 512, 512, pack=True), seed=0), config).fit()
 done = True
 watcher.join()

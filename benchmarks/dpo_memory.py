@@ -71,7 +71,7 @@ def measure(method: str, case: str, device: torch.device) -> dict[str, float]:
             "run": {"steps": 2, "batch_size": ROWS, "precision": "fp32"},
         }
     )
-    batch = make_dpo_batch() if case != "sft" else replace(make_dpo_batch(), values=None)
+    batch = make_dpo_batch() if case != "sft" else replace(make_dpo_batch(), columns={})
 
     def batches() -> Iterator[list[Batch]]:
         while True:

@@ -1,8 +1,8 @@
 """The documentation is correct: its configs, Python code, commands and links work, and it lists every config key.
 
-The first word of a fenced block is its type: `yaml` (a complete config), `yaml fragment` (some sections of one), `python`
-(run from top to bottom of a page), `bash` (the whet and make commands are parsed). A second word with a dot, as in
-`jsonl train.jsonl`, is the name of a file to write for the page's Python code. `python tests/test_docs.py` prints the
+The first word of a fenced block is its type: `yaml` (a complete config; after a line `<!-- fragment -->`, some sections
+of one), `python` (run from top to bottom of a page), `bash` (the whet and make commands are parsed). A title, as in
+`jsonl title="train.jsonl"`, is the name of a file to write for the page's Python code. `python tests/test_docs.py` prints the
 tables of docs/config.md.
 """
 
@@ -58,7 +58,9 @@ def fences(page):
         if not line.startswith("```"):
             lines.append(line)
         elif info is None:
-            info, start, lines = line.removeprefix("```").split(), number, []
+            is_fragment = lines[-1:] == ["<!-- fragment -->"]
+            words = re.sub(r'title="([^"]*)"', r"\1", line.removeprefix("```")).split()
+            info, start, lines = [*words, *(["fragment"] if is_fragment else [])], number, []
         else:
             blocks_of_page.append(Fence(page, start, info, "\n".join(lines) + "\n"))
             info = None
@@ -102,6 +104,12 @@ def test_configs_are_valid(fence, tmp_path):
 PACKED = {
     "packing=True": ("per_device_train_batch_size=", "gradient_accumulation_steps=", "max_length="),
     "packed: True": ("batch_size: ", "gradient_accumulation_steps: ", "max_seq_len: "),
+    "sample_packing: true": ("micro_batch_size: ", "gradient_accumulation_steps: ", "sequence_len: "),
+    "neat_packing: true": (
+        "per_device_train_batch_size: ",
+        "gradient_accumulation_steps: ",
+        "cutoff_len: ",
+    ),
 }
 
 
@@ -124,7 +132,7 @@ def test_python_runs(page, tmp_path, monkeypatch, tiny_directory):
     namespace = {"__name__": "__main__"}
     for fence in fences(page):
         text = fence.text.replace(MODEL, str(tiny_directory))
-        if len(fence.info) > 1 and "." in fence.info[1]:
+        if len(fence.info) > 1 and "." in fence.info[1] and "/" not in fence.info[1]:
             (tmp_path / fence.info[1]).write_text(text)
         if fence.info == ["python"]:
             # blank lines in front make a traceback show the line of the page

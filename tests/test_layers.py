@@ -164,4 +164,4 @@ print(*(name for name, module in sys.modules.items()
 def test_star_import_has_every_public_name(package):
     names = {}
     exec(f"from {package} import *", names)
-    assert names.keys() - {"__builtins__"} == set(sys.modules[package]._HOME_OF)
+    assert names.keys() - {"__builtins__"} == set(sys.modules[package]._MODULE_OF)

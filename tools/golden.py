@@ -411,15 +411,18 @@ def _plan(name: str) -> Any:  # Any: JSON values
 
 def record_cli() -> dict[str, str]:
     """Return the help of whet and of each of its commands and sub-commands."""
+    from typer.main import get_command
+
+    from whet.cli.app import app
+
     texts: dict[str, str] = {}
 
-    def visit(command: tuple[str, ...]) -> None:
-        texts[" ".join(("whet", *command))] = text = _command(*command, "--help")
-        for group in re.findall(r"(?:^|\n)Commands:\n((?:  .*\n?)+)", text):
-            for sub in re.findall(r"^  (\S+)", group, flags=re.MULTILINE):
-                visit((*command, sub))
+    def visit(path: tuple[str, ...], command: Any) -> None:  # Any: click's types, which typer may vendor
+        texts[" ".join(("whet", *path))] = _command(*path, "--help")
+        for name, sub_command in getattr(command, "commands", {}).items():
+            visit((*path, *name.split()), sub_command)
 
-    visit(())
+    visit((), get_command(app))
     return texts
 
 

@@ -114,7 +114,7 @@ _NAMES_BY_MODULE = {
     "training.state": ("RunResult",),
     "training.trainer": ("Trainer",),
 }
-_HOME_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 _MODULES = (
     "analysis",
     "callbacks",
@@ -127,8 +127,8 @@ _MODULES = (
     "parallel",
     "rl",
 )
-__all__ = list(_HOME_OF)
-_load_name = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+_load_name = lazy_getattr(__name__, _MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:  # Any: the object of that name
@@ -136,4 +136,4 @@ def __getattr__(name: str) -> Any:  # Any: the object of that name
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_HOME_OF, *_MODULES])
+    return sorted(["__version__", *_MODULE_OF, *_MODULES])

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from whet.training.observe.activation_capture import ActivationCapture as ActivationCapture
     from whet.training.observe.attention_maps import attention_maps as attention_maps
 
-_HOME_OF = {
+_MODULE_OF = {
     "attention_maps": "training.observe.attention_maps",
     "ActivationCapture": "training.observe.activation_capture",
     "LinearProbe": "evaluation.linear_probe",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from whet.training.observe.samples import SampleGenerations as SampleGenerations
     from whet.training.observe.throughput import ThroughputMonitor as ThroughputMonitor
 
-_HOME_OF = {
+_MODULE_OF = {
     "Callback": "training.callbacks",
     "Injector": "training.callbacks",
     "ModelCallback": "training.callbacks",
@@ -44,5 +44,5 @@ _HOME_OF = {
     "SampleGenerations": "training.observe.samples",
     "ThroughputMonitor": "training.observe.throughput",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -87,7 +87,7 @@ def check_positive(**counts: int) -> None:
 
 
 def shorten(text: str, max_length: int = _MAX_VALUE) -> str:
-    """Shorten text for a message: replace the middle if it has more than `longest` characters."""
+    """Shorten text for a message: replace the middle if it has more than `max_length` characters."""
     if len(text) <= max_length:
         return text
     return f"{text[: max_length * 2 // 3]} ... ({len(text)} characters) ... {text[-max_length // 6 :]}"

@@ -17,7 +17,7 @@ def lazy_getattr(module: str, module_of: Mapping[str, str]) -> Callable[[str], A
 
     Args:
         module: The name of the module, for error messages.
-        home_of: The module below `whet` that defines each name, as in {"Callback": "training.callbacks"}.
+        module_of: The module below `whet` that defines each name, as in {"Callback": "training.callbacks"}.
     """
 
     def get(name: str) -> Any:  # Any: the named object

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.model_io.merging.merge_methods import ties as ties
     from whet.model_io.merging.merge_models import merge_models as merge_models
 
-_HOME_OF = {
+_MODULE_OF = {
     "merge": "adapters.attach",
     "AdapterSet": "model_io.merging.adapter_set",
     "merge_models": "model_io.merging.merge_models",
@@ -26,5 +26,5 @@ _HOME_OF = {
     "dare": "model_io.merging.merge_methods",
     "dare_ties": "model_io.merging.merge_methods",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from whet.training.optim.optimizers import create_optimizer as create_optimizer
     from whet.training.optim.sgd import SGD as SGD
 
-_HOME_OF = {
+_MODULE_OF = {
     "Optim": "config.optim",
     "create_schedule": "training.optim.lr_schedules",
     "create_optimizer": "training.optim.optimizers",
@@ -26,5 +26,5 @@ _HOME_OF = {
     "Muon": "training.optim.muon",
     "SGD": "training.optim.sgd",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -156,9 +156,9 @@ def write_safetensors(
 
     Args:
         path: The file to write.
-        tensors: The tensors by name. With `make`, only their shapes and dtypes are used (meta tensors).
+        tensors: The tensors by name. With `create_tensor`, only shapes and dtypes are used (meta tensors).
         metadata: Strings to add to the header.
-        make: Creates the tensor of a name when it is written.
+        create_tensor: Creates the tensor of a name when it is written.
     """
     import torch  # not at the top: commands that only read metrics start faster without it
 
@@ -328,9 +328,9 @@ def remove_temporary_files(directory: Path, *, only_name: str | None = None) -> 
     A directory that the process had moved aside and not yet replaced is restored.
 
     Args:
-        directory: A directory that no other process writes to, unless `of` is set.
-        of: Only remove leftovers of this name whose process has ended. Other processes may then write to the
-            directory at the same time.
+        directory: A directory that no other process writes to, unless `only_name` is set.
+        only_name: Only remove leftovers of this name whose process has ended. Other processes may then
+            write to the directory at the same time.
     """
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         match = _TEMPORARY_NAME.fullmatch(path.name)
@@ -459,7 +459,7 @@ def read_json(path: Path, *, max_bytes: float = _MAX_JSON_BYTES) -> dict[str, An
 
     Args:
         path: The file.
-        most: The maximum size in bytes.
+        max_bytes: The maximum size in bytes.
 
     Raises:
         ModelError: The file does not exist, is too large, or is not a JSON object.

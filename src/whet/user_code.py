@@ -15,7 +15,7 @@ def load_user_object(reference: str, *, kind: str = "function") -> Any:  # Any: 
 
     Args:
         reference: "package.module:name" or "path/to/file.py:name".
-        what: The word for the object in error messages.
+        kind: The word for the object in error messages.
 
     Raises:
         ValueError: The file does not exist, or the module has no callable of that name.

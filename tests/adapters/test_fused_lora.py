@@ -102,10 +102,10 @@ def test_fused_layers_match_the_formula(dtype, tolerance, scales, num_leading, m
         torch.testing.assert_close(ours.to(wide), theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("num_leading", [None, 64, 96])
-def test_prepared_layers_match_the_formula(dtype, tolerance, num_leading, quantised, monkeypatch):
+def test_prepared_layers_match_the_formula(dtype, tolerance, num_leading, quantized, monkeypatch):
     if num_leading is not None:  # as on a GPU
         monkeypatch.setattr(fused_lora, "_num_leading_columns", lambda weight: num_leading)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_prepared_layers_match_the_formula(dtype, tolerance, num_leading, quanti
 
     x, layers = random_tensor(2, 5, 96), []
     for out, rank, scale, bias in ((12, 4, 0.5, True), (7, 3, 4.0, False)):
-        weight = Base(random_tensor(out, 96)) if quantised else random_tensor(out, 96)
+        weight = Base(random_tensor(out, 96)) if quantized else random_tensor(out, 96)
         a, b = (torch.randn(shape) for shape in ((rank, 96), (out, rank)))  # float32, as they are trained
         layers.append(fused_lora.Operands(weight, random_tensor(out) if bias else None, a, b, scale))
     prepared = fused_lora.PreparedLayers(layers)

@@ -66,7 +66,7 @@ def test_classify_runs_the_model_once(cli, run, monkeypatch):
     assert calls == [["ls", "rm -rf /"]]
 
 
-def test_classify_and_eval_report_on_labelled_records(cli, run):
+def test_classify_and_eval_report_on_labeled_records(cli, run):
     kept = json.loads((run / "classification.json").read_text())
     for command in ("classify", "eval"):
         code, out, _ = cli(command, run, "--data", "synth:shell-safety-valid:30", "--json")

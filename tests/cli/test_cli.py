@@ -386,7 +386,7 @@ def test_help_groups_commands_by_task(cli):
             assert "..." not in line, "the summary of a command fits on its line"
             commands.append(line[2:].split("  ")[0])
     assert panels == {
-        "Train": ["train", "resume", "plan", "advise", "doctor"],
+        "Train": ["init", "convert", "train", "resume", "plan", "advise", "doctor"],
         "Data": ["data", "tokenizer"],
         "Use": ["chat", "generate", "classify", "merge", "export", "pull"],
         "Evaluate": ["eval", "report"],

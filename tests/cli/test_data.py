@@ -245,7 +245,7 @@ PROBLEMS = {
     "no answer": ({"train": [*GOOD, no_answer(1)]}, [], "train.jsonl:41: no token of this example is superv"),
     "bad JSON": ({"train": [*GOOD, "{"]}, [], "train.jsonl:41: not valid JSON"),
     "bad shape": ({"train": [*GOOD, {"x": 1}]}, [], "train.jsonl:41: a record with the fields 'x' matches no known record format"),
-    "BOS twice": ({"train": [*GOOD, {"text": "<s>hello"}], "model": with_bos}, [], "1 record starting with two BOS tokens"),
+    "BOS twice": ({"train": [*GOOD, {"text": "<s>hello"}], "model": with_bos}, [], "1 record with a duplicate BOS token"),
     "no end": ({"model": another_end}, [], "no example teaches the model to stop: ⟨|end|⟩ is never supervised"),
     "ends cut off": ({"train": LONG}, ["data.max_length=100"], "no example teaches the model to stop"),
     "truncated": ({"train": GOOD + LONG}, ["data.max_length=100"], "11% of the records are truncated or dropped"),
@@ -505,9 +505,9 @@ def test_score_distrust_and_train(cli, tiny_directory, tmp_path):
     settings["data"] = {"train": str(target), "max_length": 256}
     config.write_text(yaml.safe_dump(settings))
     code, out, err = cli("data", config)
-    assert (code, "reaches no token" in out) == (0, False), "the year was read by the scorer"
+    assert (code, "is not tokenized" in out) == (0, False), "the year was read by the scorer"
     code, out, err = cli("train", config, "run.steps=2")
-    assert (code, "reaches no token" in err) == (0, False), err
+    assert (code, "is not tokenized" in err) == (0, False), err
     code, out, err = cli("data", "score-distrust", source, target)
     assert (code, out) == (2, "")
     assert "out.jsonl already exists" in err
@@ -526,12 +526,12 @@ def test_unread_record_field_is_a_problem_and_a_warning(cli, config):
     for extra in ((), ("--check",)):
         code, out, _ = cli("data", path, *extra)
         assert code == (2 if extra else 0)
-        assert "warning: train: field id of 40 records reaches no token" in out
-        assert "warning: train: field topic of 40 records reaches no token" in out
+        assert "warning: train: field id of 40 records is not tokenized" in out
+        assert "warning: train: field topic of 40 records is not tokenized" in out
         assert "hint: no component reads this field; set data.ignore to [id]" in out
     code, out, err = cli("train", path)
     assert code == 0
-    assert "warning: train: field id of 40 records reaches no token: no component reads" in err
+    assert "warning: train: field id of 40 records is not tokenized: no component reads" in err
     code, out, err = cli("data", path, "--check", "data.ignore=[id, topic]")
     assert (code, "no problems" in out) == (0, True)
 
@@ -560,7 +560,7 @@ def test_columns_that_the_run_reads_are_not_reported(cli, config):
     assert (code, "no problems" in out) == (0, True)
     code, out, _ = cli("data", path, "--check")
     assert code == 2
-    assert "field auth_weight of 40 records reaches no token" in out
+    assert "field auth_weight of 40 records is not tokenized" in out
     graded = [{**each, "grade": number, "group": "a"} for number, each in enumerate(GOOD)]
     path = config(graded, valid=[{**chat("x", "y"), "grade": 1}])
     code, out, _ = cli("data", path, "--check", "data.curriculum={kind: difficulty, score: grade}")
@@ -580,8 +580,8 @@ def test_dropped_tool_calls_are_reported(cli, config):
         "train.jsonl:1: message 2 (assistant) renders as empty text: the chat template omits tool_calls"
         in out
     )
-    assert "warning: train: field tools of 3 records reaches no token" in out
-    assert "warning: train: message field tool_calls of 3 records reaches no token" in out
+    assert "warning: train: field tools of 3 records is not tokenized" in out
+    assert "warning: train: message field tool_calls of 3 records is not tokenized" in out
     code, _, err = cli("train", path)
     assert code == 2
     assert "train.jsonl:1: message 2 (assistant) renders as empty text" in err

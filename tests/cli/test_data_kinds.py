@@ -142,5 +142,5 @@ def test_eval_warns_about_unread_record_fields(cli, tiny_directory, tmp_path):
     path.write_text(json.dumps({"prompt": "q", "completion": "a", "group": "g", "score": 3}) + "\n")
     code, _, err = cli("eval", tiny_directory, "--data", path)
     assert code == 0
-    assert "field score of 1 record reaches no token" in err
+    assert "field score of 1 record is not tokenized" in err
     assert "field group" not in err

@@ -280,7 +280,7 @@ def test_generated_text_is_escaped_on_a_terminal_but_not_in_a_pipe():
 
 WRITES_MEANWHILE = """
 import sys, threading
-from whet.error_boundary import panics_hidden
+from whet.error_boundary import hide_rust_panics
 
 sys.setswitchinterval(1e-6)
 done, failures = threading.Event(), []
@@ -295,7 +295,7 @@ def write():
 writer = threading.Thread(target=write)
 writer.start()
 for _ in range(1000):
-    with panics_hidden():
+    with hide_rust_panics():
         pass
 done.set()
 writer.join()

@@ -217,7 +217,7 @@ def test_existing_scores_are_kept_or_overwritten(tmp_path):
     mine = record(auth_weight=0.25, prov_entropy=1.0)
     source.write_text("".join(json.dumps(row) + "\n" for row in (mine, record())))
     summary = score_file(source, tmp_path / "kept.jsonl", existing="keep")
-    assert (summary.kept, summary.records) == (1, 1)
+    assert (summary.unchanged, summary.records) == (1, 1)
     assert json.loads((tmp_path / "kept.jsonl").read_text().splitlines()[0]) == mine
     score_file(source, tmp_path / "new.jsonl", existing="overwrite")
     first, second = (json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines())

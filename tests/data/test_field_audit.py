@@ -1,4 +1,4 @@
-"""Fields that reach no token: the counts equal the difference between renderings with and without them."""
+"""Fields that are not tokenized: the counts equal the difference between renderings with and without them."""
 
 import json
 
@@ -143,12 +143,12 @@ def test_record_fields_of_prompts_are_not_reported(tiny, tmp_path):
     prompts = read_prompts(open_source(str(path)), tiny[1])
     reported = [message for message, _ in unread_fields(prompts.unread_fields, used=None)]
     assert reported == [
-        "field tools of 1 record reaches no token",
-        "message field name of 1 record reaches no token",
+        "field tools of 1 record is not tokenized",
+        "message field name of 1 record is not tokenized",
     ]
 
 
 def test_long_list_of_unread_fields_is_shortened():
     reported = list(unread_fields({"record": {f"f{n}": 1 for n in range(99)} | {"group": 2}}, used={"group"}))
     assert len(reported) == 21
-    assert reported[-1][0] == "79 more fields reach no token"
+    assert reported[-1][0] == "79 more fields are not tokenized"

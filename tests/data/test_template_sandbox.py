@@ -198,7 +198,7 @@ def test_limits_apply_per_rendering_in_any_thread():
     thread = threading.Thread(target=render, args=[HOSTILE["nested loops"]])
     thread.start()
     thread.join()
-    assert caught == ["the chat template does more than a chat needs: it runs too many steps"]
+    assert caught == ["the chat template exceeds a limit of whet: it runs too many steps"]
 
 
 def test_long_conversation_may_use_more_steps():

@@ -18,9 +18,9 @@ def fault_rows():
 
 def pause_rows():
     pauses = result("checkpoint-pause.json")
-    yield f"| written on the spot (`async: false`) | {pauses['sync_ms']:.0f} ms |"
+    yield f"| blocking (`async: false`) | {pauses['sync_ms']:.0f} ms |"
     yield f"| in the background | {pauses['overlapped_ms']:.1f} ms ({pauses['overlapped_share']:.1%}) |"
-    yield f"| in the background, the next update following at once | {pauses['copy_ms']:.0f} ms |"
+    yield f"| in the background, with an update right after it | {pauses['copy_ms']:.0f} ms |"
 
 
 def test_tables_match_the_measurements():

@@ -146,7 +146,7 @@ def test_bridge_models_need_a_cache_that_can_be_truncated(tmp_path):
     result = speculate(model, randomized_heads(model, 2), [5, 6, 7], max_tokens=20)
     assert result.tokens == greedy_tokens(model, [5, 6, 7], 20)
     model, _ = whet.load(tmp_path / "mamba", dtype=torch.float32, device="cpu")
-    with pytest.raises(ModelError, match="recurrent states cannot forget"):
+    with pytest.raises(ModelError, match="recurrent states cannot be truncated"):
         speculate(model, randomized_heads(model, 2), [5, 6, 7], max_tokens=20)
 
 

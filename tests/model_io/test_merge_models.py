@@ -366,7 +366,7 @@ def write_big_model(directory, seed):
     return str(directory)
 
 
-# upper bounds of the peak, in copies of one float32 tensor; docs/export.md has the measurements
+# upper bounds of the peak, in copies of one float32 tensor; docs/merging.md has the measurements
 COPIES = {"average": 2.5, "slerp": 3.5, "task": 4.5, "ties": 8, "dare": 5.5, "dare-ties": 9}
 MEASURE = """
 import json, sys

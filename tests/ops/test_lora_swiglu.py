@@ -59,12 +59,12 @@ class Packed:
         self.weight = weight
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("first", [None, 8])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
 def test_outputs_and_gradients_match_the_formula(
-    dtype, tolerance, first, biased, quantised, calls, monkeypatch
+    dtype, tolerance, first, biased, quantized, calls, monkeypatch
 ):
     if first is not None:  # as on a GPU
         monkeypatch.setattr(fused_lora, "_num_leading_columns", lambda weight: first)
@@ -79,7 +79,7 @@ def test_outputs_and_gradients_match_the_formula(
         weight = random_tensor(out, into)
         a, b = random_tensor(rank, into).requires_grad_(), random_tensor(out, rank).requires_grad_()
         bias = random_tensor(out) if biased else None
-        layers.append(fused_lora.Operands(Packed(weight) if quantised else weight, bias, a, b, scale))
+        layers.append(fused_lora.Operands(Packed(weight) if quantized else weight, bias, a, b, scale))
     x = random_tensor(2, 5, 24).requires_grad_()
     output = fused_lora.fused_lora_swiglu(x, *layers)
     leaves = [x, *(leaf for layer in layers for leaf in (layer.a, layer.b))]

@@ -70,11 +70,11 @@ def phimoe(directory):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("family", [falcon, llama4, phimoe])
-def test_classes_with_in_place_outputs_or_linear_routers_can_be_trained(tmp_path, family, quantised, dropout):
+def test_classes_with_in_place_outputs_or_linear_routers_can_be_trained(tmp_path, family, quantized, dropout):
     model = load(family(tmp_path))
-    if quantised:
+    if quantized:
         quantize_base(model, device=torch.device("cpu"), dtype=torch.float32)
     whet.attach_lora(model, rank=2, dropout=dropout).train()
     model(tokens()).square().sum().backward()

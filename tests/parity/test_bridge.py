@@ -512,7 +512,7 @@ def test_mismatched_tensors_are_named(phi3, edit, message, capfd):
             "contains custom code",
         ),
     ],
-    ids=["unknown", "not-causal-lm", "broken", "quantised", "remote-code"],
+    ids=["unknown", "not-causal-lm", "broken", "quantized", "remote-code"],
 )
 def test_unsupported_configs_raise_errors(phi3, fields, message):
     edit_config(phi3, **fields)

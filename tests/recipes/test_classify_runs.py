@@ -125,7 +125,7 @@ def test_evaluation_after_reload_is_bit_exact(tiny_directory, tmp_path, method, 
         after = whet.Classifier.load(place).evaluate(str(valid))
         for name in ("log_loss", "brier", "ece", "f1_macro", "accuracy", "per_class", "reliability"):
             assert before[name] == after[name], name
-    if method != "qlora":  # a checkpoint says nothing of how its base was quantised
+    if method != "qlora":  # a checkpoint says nothing of how its base was quantized
         after = whet.Classifier.load(checkpoint_path(result.directory, 4)).evaluate(str(valid))
         assert before["log_loss"] == after["log_loss"]
     shutil.copytree(result.directory / "final", tmp_path / "elsewhere")

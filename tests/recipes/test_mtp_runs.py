@@ -53,7 +53,7 @@ def test_heads_train_with_every_method_and_are_only_in_checkpoints(tiny_director
     assert not any("heads" in name or "project" in name for name in load_file(weights))
     final, _ = whet.load(result.directory, dtype=torch.float32, device="cpu")
     tokens = torch.randint(260, (2, 9))
-    if method != "qlora":  # a checkpoint of one is opened on the weights before they were quantised
+    if method != "qlora":  # a checkpoint of one is opened on the weights before they were quantized
         opened, _ = whet.load(checkpoint, dtype=torch.float32, device="cpu")
         torch.testing.assert_close(opened(tokens), final(tokens))
 

@@ -181,7 +181,7 @@ def test_diverged_run_is_never_best(new_run, last):
     groups = {group.name: group for group in comparison.groups}
     assert groups["lr=1"].values("eval_loss") == [0.2]
     assert (
-        f"fast-0: the last eval_loss is {last}; it is in no mean, and its group cannot be the best"
+        f"fast-0: the last eval_loss is {last}; it is left out, and its group cannot rank first"
         in comparison.notes
     )
     text = comparison_text(comparison)

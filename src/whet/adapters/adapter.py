@@ -1,4 +1,4 @@
-"""The base class of all adapters, and the in-memory forms in which adapter files store them."""
+"""The base class of all adapters, and the in-memory form of adapter files."""
 
 import abc
 import contextlib
@@ -31,7 +31,7 @@ class LoRASettings:
         return self.alpha / (math.sqrt(self.rank) if self.variant == "rslora" else self.rank)
 
     def validated(self) -> Self:
-        """Return these settings, or raise ValueError if no layer can be computed with them."""
+        """Return these settings, or raise ValueError if they are invalid."""
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}, but must be at least 1")
         if not math.isfinite(self.alpha):

@@ -104,7 +104,7 @@ def dequantize_nf4(
     codes, rest = packed["codes"], packed["rest"].view(torch.float32)
     centered = _blocks(code_table("scales", codes.device)[packed["scales"].int()], SCALES_BLOCK)
     scales = (centered * rest[:-1, None]).flatten()[: packed["scales"].numel()] + rest[-1]
-    if paths.quantised and bitsandbytes_functional() is not None and shape[0] * shape[1] % BLOCK == 0:
+    if paths.quantized and bitsandbytes_functional() is not None and shape[0] * shape[1] % BLOCK == 0:
         kernel = torch.ops.bitsandbytes.dequantize_4bit.default
         # one row per block, because the CPU kernel is wrong if a block starts inside a row
         return kernel(codes[:, None], scales, BLOCK, "nf4", (scales.numel(), BLOCK), dtype).view(shape)
@@ -137,7 +137,7 @@ class NF4Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x W' + bias with the dequantized weight."""
-        if not self.paths.quantised:
+        if not self.paths.quantized:
             with torch.autocast(x.device.type, enabled=False):
                 y = F.linear(x.to(self.dtype), self.weight)
         else:

@@ -36,7 +36,7 @@ def quantize_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
     backend = (
         "bitsandbytes" if bitsandbytes_functional() is not None else "torch (bitsandbytes is not installed)"
     )
-    backend = backend if model.paths.quantised else "torch"
+    backend = backend if model.paths.quantized else "torch"
     log.info(
         "base model: %s weights in NF4, %.3f bytes per weight, dequantized by %s",
         f"{count:,}",

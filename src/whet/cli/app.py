@@ -17,12 +17,14 @@ from whet.cli import (
     chat,
     classify,
     compare,
+    convert,
     data,
     diagnose,
     doctor,
     evaluate,
     export,
     generate,
+    init,
     lab,
     ledger,
     merge,
@@ -93,6 +95,8 @@ app = typer.Typer(
 _TRAIN, _DATA, _USE = "Train", "Data", "Use"
 _EVALUATE, _COMPARE, _ADVANCED = "Evaluate", "Compare", "Advanced"
 
+app.command("init", rich_help_panel=_TRAIN)(init.command)
+app.command("convert", rich_help_panel=_TRAIN)(convert.command)
 app.command("train", rich_help_panel=_TRAIN, context_settings={"help_option_names": []})(train.command)
 app.command("resume", rich_help_panel=_TRAIN)(resume.command)
 app.command("plan", rich_help_panel=_TRAIN)(plan.command)

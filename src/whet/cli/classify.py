@@ -11,7 +11,7 @@ def command(
     ),
     texts: list[str] = typer.Argument(None, help="Texts to classify."),  # noqa: B008
     data: str | None = typer.Option(
-        None, "--data", help="Evaluate on labelled records: a file, a directory (its test split), ..."
+        None, "--data", help="Evaluate on labeled records: a file, a directory (its test split), ..."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per text."),
 ) -> None:
@@ -45,7 +45,7 @@ def command(
 
 
 def report_classifier(run: str, data: str, *, as_json: bool) -> None:
-    """Evaluate a classifier on labelled records and print the report."""
+    """Evaluate a classifier on labeled records and print the report."""
     from whet.recipes.classify.classifier import Classifier
     from whet.reporting.text.classifier_text import classification_text
 

@@ -31,7 +31,7 @@ def stdout_console() -> "Console":
 
 
 class _EscapedStream:
-    """A terminal that prints control characters visibly: generated text may contain escape sequences."""
+    """A terminal that shows control characters as escapes: generated text may contain escape sequences."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
@@ -45,7 +45,7 @@ class _EscapedStream:
 
 
 def escape_terminal() -> None:
-    """Print control characters visibly on a terminal; files and pipes receive every byte unchanged."""
+    """Show control characters as escapes on a terminal; files and pipes receive every byte unchanged."""
     if sys.stdout is not None and sys.stdout.isatty():
         sys.stdout = cast("TextIO", _EscapedStream(sys.stdout))
 

@@ -110,7 +110,7 @@ def run_with_progress(run: "Callable[[list[Callback]], RunResult]", *, quiet: bo
                 if world.watchdog.claim_report(error):
                     raise world.watchdog.add_rank_context(error) from error
                 sys.exit(getattr(error, "exit_code", 1))
-    except RendezvousError:  # no process group to agree on one speaker: the first process per machine reports
+    except RendezvousError:  # without a process group, the first process of each machine reports
         if os.environ.get("LOCAL_RANK", "0") != "0":
             sys.exit(1)
         raise

@@ -160,7 +160,7 @@ def describe_keys(
     Args:
         section: The section to describe.
         prefix: The key of the section, with a trailing dot.
-        chosen: Whether every run has this section, so that its required keys are required in every config.
+        always_present: Whether every run has this section, so that each config needs its required keys.
     """
     required = "required" if always_present else "required in this section"
     for attribute, field in section.model_fields.items():

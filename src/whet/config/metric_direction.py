@@ -12,7 +12,7 @@ _COSTS = ("seconds", "step_s", "eval_s", "elapsed_s", "peak_gib", "reward_errors
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether lower is better: for losses, divergences, failures and costs, but no other metric."""
+    """Return whether lower is better, as for losses, divergences, failures and costs."""
     if metric in _COSTS:
         return True
     name = metric.rpartition(".")[2]  # without the prefix of a mix part or a split

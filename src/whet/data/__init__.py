@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from whet.data.sources.source import open_source as open_source
     from whet.data.tokens.prepare_dataset import encode_records as encode_records
 
-_HOME_OF = {
+_MODULE_OF = {
     "Batch": "data.batches",
     "BatchStream": "data.batches",
     "evaluation_batches": "data.batches",
@@ -24,5 +24,5 @@ _HOME_OF = {
     "open_source": "data.sources.source",
     "encode_records": "data.tokens.prepare_dataset",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -137,7 +137,7 @@ def make_batch(
     supervised = np.flatnonzero(targets != IGNORE_INDEX)
     packed = any(len(row) > 1 for row in rows)
     examples = [example for row in rows for example in row]
-    taught_ids, taught_logprobs = _teacher_columns(examples)
+    teacher_ids, teacher_logprobs = _teacher_columns(examples)
     batch = Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
@@ -152,7 +152,7 @@ def make_batch(
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[supervised]].sum()),
     )
     batch = batch.with_columns("document", values=_value_column(examples))
-    return batch.with_columns("token", taught_ids=taught_ids, taught_logprobs=taught_logprobs)
+    return batch.with_columns("token", teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
 
 
 def _value_column(examples: Sequence[Example]) -> torch.Tensor | None:
@@ -233,7 +233,7 @@ class IteratorStream(StepStream):
     """Steps from any iterable of lists of micro-batches, which may end.
 
     Its position is the number of steps drawn. A resumed run skips as many steps of a fresh iterable. It can
-    go back by the two steps that a trainer may have to undo: a prefetched step and the one before it.
+    go back two steps, because a trainer may undo a prefetched step and the step before it.
     """
 
     def __init__(self, batches: Iterable[Sequence[Batch]]) -> None:

@@ -35,7 +35,7 @@ def to_boolean_targets(targets: np.ndarray) -> np.ndarray:
 
 
 def select_held_out(hashes: list[str], labels: np.ndarray, *, share: float, seed: int) -> np.ndarray:
-    """Return which examples to hold out, [examples]: the given share of each class, at least one, never all.
+    """Return a mask [examples] of the examples to hold out: a share of each class, at least one, never all.
 
     Equal texts are never separated, so that both sides are disjoint. Classes (or combinations of them) with
     a single text are pooled.

@@ -44,7 +44,7 @@ class ClassLabels:
         return tuple(float(index in selected) for index in range(count))
 
     def _class_index(self, label: Any) -> int:  # Any: a JSON value
-        """Return the index of the class with this name; a number that is not a name is an index itself."""
+        """Return the index of a class, given by name or, if no class has this name, by index."""
         count, name = len(self.names), str(label)
         if isinstance(label, float) and name not in self._indices and not is_fraction(label):
             label = int(label)  # tables with missing values store 1 as 1.0

@@ -168,7 +168,7 @@ class EasyToHardStream(StepStream):
 
 
 class _ExamplePool:
-    """Examples in an endless order: a new permutation in each epoch, or always the order of the file."""
+    """An endless sequence of examples: a new permutation in each epoch, or always the order of the file."""
 
     def __init__(self, examples: Sequence[Any], settings: StepSettings, *, seed: int) -> None:
         self.examples = examples

@@ -125,7 +125,7 @@ class Summary:
     """Totals of a scored file."""
 
     records: int = 0
-    kept: int = 0  # records that already had both scores
+    unchanged: int = 0  # records that already had both scores
     undeclared: int = 0  # records without source_type
     unknown: Counter[str] = field(default_factory=Counter)  # source types without a prior
     totals: tuple[float, float] = (0.0, 0.0)
@@ -144,7 +144,7 @@ class Summary:
         """Return the totals as one line."""
         weight, bits = (total / max(1, self.records) for total in self.totals)
         means = f"mean auth_weight {weight:.3f}, mean prov_entropy {bits:.3f}"
-        unchanged = f"; {_format_count(self.kept)} unchanged" if self.kept else ""
+        unchanged = f"; {_format_count(self.unchanged)} unchanged" if self.unchanged else ""
         return f"{_format_count(self.records)} scored, {means}{unchanged}"
 
     def warnings(self) -> Iterator[str]:
@@ -215,7 +215,7 @@ def _add_scores(
             hint="--existing keep leaves such records unchanged, --existing overwrite scores them again",
         )
     if len(present) == len(FIELDS) and existing == "keep":
-        summary.kept += 1
+        summary.unchanged += 1
         return record
     if present and existing == "keep":
         raise DataError(f"the record has only {present[0]}", hint="set both scores, or neither")

@@ -98,7 +98,7 @@ def plan_epoch(
     """Return the steps of one epoch. Every example appears exactly once, except that `mlx` drops the tail.
 
     Packed steps contain random examples. Padded steps contain examples of similar length, to reduce padding,
-    in random order. Steps do not depend on micro_batch_tokens, which changes memory but never the run.
+    in random order. Steps do not depend on micro_batch_tokens, which affects memory but not the result.
     """
     lengths = np.asarray(lengths)
     match settings.order:
@@ -163,7 +163,7 @@ def _pack_best_fit(order: np.ndarray, lengths: np.ndarray, capacity: int) -> Epo
 
 
 def _plan_mlx(lengths: np.ndarray, settings: StepSettings, *, seed: int) -> EpochPlan:
-    """Plan batches like mlx-lm: sorted by length, in groups of shuffled order. The remainder is dropped."""
+    """Plan batches like mlx-lm: sort by length, split into batches, shuffle these, drop the remainder."""
     size = settings.batch_size or 1
     groups = len(lengths) // size
     if not groups:

@@ -62,7 +62,7 @@ def single_label_report(
         labels: the correct classes, [texts].
         names: the names of the classes.
         seed: of the bootstrap and the random baseline.
-        show: returns fields that describe the text with the given index, for the examples of mistakes.
+        describe: returns fields that describe the text with the given index, for the examples of mistakes.
     """
     metrics, classes = _metrics(), len(names)
     predicted = probabilities.argmax(1)

@@ -88,7 +88,7 @@ def cache_slots(filled: int, new_tokens: int) -> int:
 
 
 def _shared_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens that all prompts start with, at most all but the last of any prompt."""
+    """Return the length of the prefix that all prompts share, without the last token of any prompt."""
     if len(prompts) < 2:
         return 0
     limit = min(map(len, prompts)) - 1

@@ -23,7 +23,7 @@ def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def stop_watcher(tokenizer: Any, stops: Sequence[str]) -> StopWatcher:  # Any: a transformers tokenizer
-    """Return a `watch` function for `complete` that ends a row when its text contains a stop string.
+    """Return a `watch` function for generation that ends a row when its text contains a stop string.
 
     The stop string remains in the row's text: remove it with `truncate_at_stop`.
     """
@@ -57,7 +57,7 @@ class TextStream:
     def watch(self, _: int, tokens: list[int]) -> bool:
         """Emit the text that later tokens cannot change; return False when a stop string is complete.
 
-        It is a `watch` function for `complete`.
+        Pass it as the `watch` argument of generation.
         """
         text = decode(self.tokenizer, tokens)
         before_stop = truncate_at_stop(text, self.stops)

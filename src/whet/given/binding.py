@@ -23,7 +23,7 @@ def bind_config(config: ConfigLike, given: Given) -> RunConfig:
     `objective.kind`.
 
     Raises:
-        ConfigError: An object is missing, differs from the one in the config, or fits no key of it.
+        ConfigError: An object is missing, differs from that of the config, or is not used by any key.
     """
     if not given:
         bound = to_config(config)

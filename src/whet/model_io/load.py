@@ -82,7 +82,7 @@ def check_not_classifier(name_or_path: str | Path) -> None:
 def load_without_head(
     name_or_path: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
 ) -> tuple[LanguageModel, Any]:  # Any: as in `load`
-    """Load a model like `load`, or the model without the head in the case of a classifier."""
+    """Load a model like `load`; for a classifier, load its model without the classification head."""
     if ((path := expand_user(name_or_path)) / MANIFEST).is_file():
         return _load_checkpoint(path, dtype=dtype, device=device)
     target = local_model_directory(name_or_path)

@@ -22,7 +22,7 @@ _TOKENIZER_HINT = "tokenizer.json, tokenizer_config.json or config.json is corru
 def new_tokenizer(preset: Preset, texts: Iterable[str], *, stored_in: Path | None = None) -> Any:
     """Return the tokenizer of a preset: an existing one, or a new one trained on the texts.
 
-    If the directory `kept_in` exists, the tokenizer is read from it, so that a resumed run uses the same ids.
+    If the directory `stored_in` exists, the tokenizer is read from it, so a resumed run uses the same ids.
     Any: a transformers tokenizer.
     """
     from whet.models.from_scratch.train_tokenizer import is_builtin_tokenizer, make_tokenizer

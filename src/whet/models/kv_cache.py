@@ -8,8 +8,8 @@ _GROWTH = 32  # slots added when the cache is full: few copies, little wasted me
 class KeyValueCache:
     """Keys and values of every layer, [B, kv_heads, slots, head_dim].
 
-    Slots are filled in order, and `update` returns the filled ones. After `fix` the cache is static: new keys
-    are written at the index that a tensor holds, and `update` returns all slots, so shapes no longer change.
+    Slots are filled in order, and `update` returns the filled ones. After `make_static`, new keys are
+    written at the index that a tensor holds, and `update` returns all slots, so shapes no longer change.
     """
 
     def __init__(self, layers: int, capacity: int = 0) -> None:

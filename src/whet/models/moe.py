@@ -162,7 +162,7 @@ def record_routing(layers: list[MixtureOfExperts]) -> Iterator[list[list[Routing
 
     Yields one list of `Routing` per layer. Gradient checkpointing recomputes layers in the backward pass,
     after the block, so each forward pass is recorded once. The layer computes nothing from the recorded
-    logits, so recomputation saves the same tensors. An enclosing `record_routing` block gets the same records.
+    logits, so recomputation saves the same tensors. An enclosing `record_routing` gets the same records.
     """
     records: list[list[Routing]] = [[] for _ in layers]
     outer_records = [layer.routing_records for layer in layers]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from whet.objectives.preference import simpo_loss as simpo_loss
     from whet.objectives.sft import next_token_loss as next_token_loss
 
-_HOME_OF = {
+_MODULE_OF = {
     "distillation_loss": "objectives.distill",
     "soft_target_loss": "objectives.distill",
     "distrust": "objectives.distrust_loss",
@@ -30,5 +30,5 @@ _HOME_OF = {
     "odds_ratio_loss": "objectives.preference",
     "simpo_loss": "objectives.preference",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

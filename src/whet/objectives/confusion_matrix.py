@@ -20,9 +20,9 @@ def metrics_from_counts(
     """Return the metrics of `confusion_metrics` from counts [..., K].
 
     Args:
-        right: Correct predictions of each class, the diagonal of the matrix.
+        correct: Correct predictions of each class, the diagonal of the matrix.
         true: Texts of each class, the sums of its rows.
-        guessed: Predictions of each class, the sums of its columns.
+        predicted: Predictions of each class, the sums of its columns.
     """
     correct, true, predicted = (np.asarray(counts, dtype=np.float64) for counts in (correct, true, predicted))
     total = true.sum(-1)

@@ -66,7 +66,7 @@ class Distillation(Objective):
         temperature: T, which all logits are divided by.
         alpha: The weight of the teachers; with 1 or more the cross-entropy is left out.
         divergence: The divergence between student and teacher.
-        taught: The weights of teachers whose log-probabilities are stored in the batches.
+        offline_weights: The weights of teachers whose log-probabilities are stored in the batches.
         matching: Adds the distance to the hidden states of a single teacher, with its own weight.
     """
 
@@ -133,8 +133,8 @@ class Distillation(Objective):
             soft = soft + weight * linear_topk_kl(
                 hidden,
                 head,
-                batch.column("taught_ids")[:, teacher_index],
-                batch.column("taught_logprobs")[:, teacher_index],
+                batch.column("teacher_ids")[:, teacher_index],
+                batch.column("teacher_logprobs")[:, teacher_index],
                 temperature=self.temperature,
                 divergence=self.divergence,
             )

@@ -1,8 +1,8 @@
 """Policy gradients from rewards: the token losses of GRPO (arXiv 2402.03300) and its variants.
 
-The tokens of a completion become more likely if its reward is above that of its group. The policy is the
-distribution that was sampled from, including the temperature: only then is the gradient at a ratio of 1 that
-of the expected reward.
+The tokens of a completion become more likely if its reward is above the mean of its group. The policy is the
+distribution that was sampled from, including the temperature. Otherwise the gradient at a ratio of 1 would
+not be that of the expected reward.
 """
 
 from collections.abc import Mapping
@@ -153,7 +153,7 @@ def grpo_loss(
 
 
 def completion_logprobs(model: LanguageModel, batch: Batch, *, temperature: float) -> torch.Tensor:
-    """Return the log-probability of each supervised token [N] at a temperature; logits are in chunks."""
+    """Return the log-probability of each supervised token [N] at a temperature, computed in chunks."""
     return head_logprobs(model, model.states(batch), batch, temperature=temperature)
 
 

@@ -22,7 +22,7 @@ class Loss:
         sums: The loss terms.
         metrics: Metrics to log, as sums over the units of the first term.
         units: For metrics that are sums over the units of another term, the name of that term.
-        outputs: What the objective's `summarise` needs, one row per example.
+        outputs: The inputs of the objective's `summarise`, one row per example.
     """
 
     sums: Mapping[str, torch.Tensor]
@@ -50,7 +50,7 @@ class Objective(abc.ABC):
     coefficients: Mapping[str, float] = {"loss": 1.0}
     # trained with the model: part of checkpoints, but not of a saved model
     heads: nn.Module | None = None
-    # True if the loss, or the name of a metric that, is the mean of -log p over tokens; adds perplexity
+    # True if the loss is the mean of -log p over tokens, or the name of a metric that is; adds perplexity
     likelihood: bool | str = False
     # terms that do not depend on targets, such as router losses; evaluations leave them out
     auxiliary: frozenset[str] = frozenset()

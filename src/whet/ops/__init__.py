@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from whet.ops.lm_head import Head as Head
     from whet.ops.logprobs import token_logprobs as token_logprobs
 
-_HOME_OF = {
+_MODULE_OF = {
     "Layout": "ops.attention",
     "attend": "ops.attention",
     "linear_cross_entropy": "ops.cross_entropy",
@@ -22,5 +22,5 @@ _HOME_OF = {
     "Head": "ops.lm_head",
     "token_logprobs": "ops.logprobs",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

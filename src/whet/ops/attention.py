@@ -378,7 +378,7 @@ def _attend_by_document(
 def _with_ancestors(
     parts: Sequence[torch.Tensor], ancestors: Sequence[tuple[int, ...]]
 ) -> tuple[torch.Tensor, ...]:
-    """Prepend its ancestors to each segment, queries too: square causal attention needs no mask tensor."""
+    """Prepend the ancestors of each segment to it, also for queries: causal attention then needs no mask."""
     return tuple(
         torch.cat([*(parts[index] for index in indices), part], dim=2) if indices else part
         for part, indices in zip(parts, ancestors, strict=True)

@@ -15,7 +15,7 @@ from whet.ops.log_softmax import token_losses
 
 # maximum (rows, logits) of a chunk: large enough for efficient matmuls
 _MAX_CHUNK = {"cpu": (1024, 2**26), "cuda": (8192, 2**28)}
-_TRAINED_ROWS_PER_COLUMN = 2  # rows per column of the weight of a trained head
+_TRAINED_ROWS_PER_COLUMN = 2  # a chunk of a trained head has at least this many rows per column of its weight
 _ALIGNMENT = 128  # rows of a matmul tile
 
 

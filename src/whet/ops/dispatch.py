@@ -1,7 +1,7 @@
 """Selection of implementations: fast paths or plain PyTorch, with or without Triton, by device.
 
 Models, layers, adapters, optimizers and trainers call `current_paths` once, when they are built, and store
-the result. Whether a fast implementation supports given tensors, by device and dtype, is checked at each call.
+the result. Whether a fast implementation supports the device and dtype of tensors is checked at each call.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Paths:
     losses: bool = True  # losses and their gradients in chunks, without the full logits
     grouped_experts: bool = True  # one matmul for the tokens of all experts
     fused_lora: bool = True  # base and low-rank matmuls of sibling layers in one autograd function
-    quantised: bool = True  # bitsandbytes dequantizes 4-bit weights, again in the backward pass
+    quantized: bool = True  # bitsandbytes dequantizes 4-bit weights, again in the backward pass
     fp8: bool = True  # fp8 matmuls, if the config enables them
     decoding: bool = True  # CUDA graphs, fused kernels, matmuls for few rows, prepared adapters
     compile: bool = True  # torch.compile, if the config enables it

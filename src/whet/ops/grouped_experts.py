@@ -93,7 +93,7 @@ def expert_loop_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity with a contiguous gradient: the kernel's backward rejects expanded ones, as from a sum."""
+    """The identity with a contiguous gradient: the kernel rejects expanded ones, such as those of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - Any: torch's context

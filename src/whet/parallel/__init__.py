@@ -8,6 +8,6 @@ if TYPE_CHECKING:
     from whet.parallel.gradient_sync import flat_gradients as flat_gradients
     from whet.parallel.gradient_sync import set_flat_gradients as set_flat_gradients
 
-_HOME_OF = {"flat_gradients": "parallel.gradient_sync", "set_flat_gradients": "parallel.gradient_sync"}
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+_MODULE_OF = {"flat_gradients": "parallel.gradient_sync", "set_flat_gradients": "parallel.gradient_sync"}
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

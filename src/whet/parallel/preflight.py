@@ -72,8 +72,8 @@ def check_equal_on_ranks(world: World, name: str, values: Mapping[str, Any]) -> 
 
     Args:
         world: the processes of the run.
-        what: what the values are, for the error.
-        here: the values of this rank.
+        name: what the values are, for the error.
+        values: the values of this rank.
     """
     all_values = world.gather(dict(flatten_keys(values)))
     reference = all_values[0]
@@ -82,7 +82,9 @@ def check_equal_on_ranks(world: World, name: str, values: Mapping[str, Any]) -> 
             key for key in {**reference, **rank_values} if reference.get(key) != rank_values.get(key)
         ]
         if different:
-            shown = "; ".join(f"{key}: {reference.get(key)} and {values.get(key)}" for key in different[:4])
+            shown = "; ".join(
+                f"{key}: {reference.get(key)} and {rank_values.get(key)}" for key in different[:4]
+            )
             raise ConfigError(
                 f"rank 0 and rank {rank} do not have the same {name}: {shown}",
                 hint="use the same files and the same command on every machine",

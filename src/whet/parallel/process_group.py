@@ -33,8 +33,9 @@ COLLECTIVE_S = (
 class World:
     """The processes of a run, from the view of one rank. The default is a run of one process.
 
-    A tensor-parallel group consists of `tensor` ranks, which compute the same layers on the same data. The
-    data is split into `shares` shares, one per group, and this rank's group has the share with index `share`.
+    A tensor-parallel group consists of `tp_size` ranks, which compute the same layers on the same data. The
+    data is split into `dp_size` shares, one per group, and this rank's group has the share with index
+    `dp_rank`.
     """
 
     rank: int = 0
@@ -112,7 +113,7 @@ class World:
 
         Args:
             items: the items of all ranks.
-            matched: give every rank equally many items, by adding items that do not count.
+            pad: give every rank equally many items, by adding items that do not count.
         """
         for first in range(0, len(items), self.dp_size):
             index = first + self.dp_rank
@@ -122,10 +123,10 @@ class World:
                 yield first, items[first], False
 
     def gather_in_order(self, results: Sequence[R], count: int) -> list[R]:
-        """Gather the results of all ranks in the order of the `count` items that `rounds` distributed.
+        """Gather the results of all ranks in the order of the `count` items that `local_items` distributed.
 
         Args:
-            mine: this rank's results.
+            results: this rank's results.
             count: the number of items of all ranks.
         """
         by_share = self.gather_dp(list(results))

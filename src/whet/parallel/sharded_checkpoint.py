@@ -144,7 +144,7 @@ def _write_shard(
 def _assign_parts(
     parts: Mapping[str, torch.Tensor], offsets: Mapping[str, Sequence[int]], group: ProcessGroup
 ) -> dict[str, torch.Tensor]:
-    """Return the parts that this rank writes; of replicated parts, the rank with the least to write does."""
+    """Return the parts that this rank writes; the rank with the least to write writes replicated parts."""
     sizes = object_exchange.gather(
         {name: [offsets[name], part.nbytes] for name, part in parts.items()}, group
     )

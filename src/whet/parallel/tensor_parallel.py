@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group compute each layer collectively, each some heads and channels.
+"""Tensor parallelism: each rank of a group computes some of the heads and channels of every layer.
 
 The q, k, v, gate and up projections are sharded column-wise, o and down row-wise, so a layer needs two
 all-reduces in the forward pass and two in the backward pass. Norms, embeddings and the head are replicated,

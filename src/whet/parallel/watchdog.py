@@ -1,4 +1,4 @@
-"""A watchdog that ends all ranks soon, with one error message, if one rank dies, hangs or fails.
+"""A watchdog that ends all ranks, with one error message, if a rank dies, hangs or fails.
 
 Each rank writes heartbeats with its current activity into the store of the rendezvous, and a thread reads
 those of the other ranks. Collectives alone would time out after many minutes, without naming rank and step.
@@ -43,12 +43,12 @@ class Heartbeat:
     """The state of a rank, which it writes to the store. Only the rank itself changes it."""
 
     step: int = 0
-    doing: str = STARTING
+    activity: str = STARTING
     collective: str = "none"  # the last collective that the rank has entered
     waiting: bool = False  # whether it is still in that collective
-    patience_s: float = START_TIMEOUT_S  # timeout of the current activity
+    activity_timeout_s: float = START_TIMEOUT_S  # timeout of the current activity
     count: int = 0  # increases with every change of activity
-    beat: int = 0  # increases with every heartbeat; a suspended process sends none
+    sequence: int = 0  # increases with every heartbeat; a suspended process sends none
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=_machine)  # where `pid` is valid; host names may not be unique
@@ -58,7 +58,7 @@ class Heartbeat:
         if self.waiting:
             return f"at step {self.step}, waiting in {self.collective}"
         after = "" if self.collective == "none" else f", after {self.collective}"
-        return f"at step {self.step}, {self.doing}{after}"
+        return f"at step {self.step}, {self.activity}{after}"
 
 
 @dataclass
@@ -66,12 +66,12 @@ class _PeerState:
     """The last heartbeat of a rank, and when it changed, by the clock of the observing rank."""
 
     heartbeat: Heartbeat
-    beat_at: float  # when the last heartbeat arrived
+    heartbeat_at: float  # when the last heartbeat arrived
     progress_at: float  # when the activity last changed
 
     def update(self, heartbeat: Heartbeat, now: float) -> None:
-        if heartbeat.beat != self.heartbeat.beat:
-            self.beat_at = now
+        if heartbeat.sequence != self.heartbeat.sequence:
+            self.heartbeat_at = now
         if heartbeat.count != self.heartbeat.count:
             self.progress_at = now
         self.heartbeat = heartbeat
@@ -124,12 +124,12 @@ class Watchdog:
         """Report the current activity of this rank, which counts as progress.
 
         Args:
-            what: the activity.
-            exchanging: a collective that is part of the activity.
+            activity: the activity.
+            collective: a collective that is part of the activity.
         """
-        self.heartbeat.doing = activity
+        self.heartbeat.activity = activity
         self.heartbeat.collective = collective or self.heartbeat.collective
-        self.heartbeat.patience_s = self._activity_timeout_s
+        self.heartbeat.activity_timeout_s = self._activity_timeout_s
         self.heartbeat.count += 1
 
     def report_step(self, step: int) -> None:
@@ -153,7 +153,7 @@ class Watchdog:
     @contextlib.contextmanager
     def long_operation(self, activity: str) -> Iterator[None]:
         """Report a long operation within the `with` block, with a timeout of at least an hour."""
-        previous, previous_timeout_s = self.heartbeat.doing, self._activity_timeout_s
+        previous, previous_timeout_s = self.heartbeat.activity, self._activity_timeout_s
         self._activity_timeout_s = max(previous_timeout_s, LONG_TIMEOUT_S)
         self.report_activity(activity)
         yield
@@ -177,7 +177,11 @@ class Watchdog:
 
     def add_rank_context(self, error: Exception) -> Exception:
         """Return an error that names the rank, the step, the activity and the last collective."""
-        if self._thread is None or self.heartbeat.doing == STARTING or getattr(error, "is_collective", False):
+        if (
+            self._thread is None
+            or self.heartbeat.activity == STARTING
+            or getattr(error, "is_collective", False)
+        ):
             return error
         text = error.message if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
         hint = error.hint if isinstance(error, WhetError) else "run it again with --debug for the traceback"
@@ -195,7 +199,7 @@ class Watchdog:
         """Send a heartbeat and check the other ranks, in a loop."""
         try:
             self._send_heartbeat()
-            keys = [f"sign/{rank}" for rank in range(self.size)]
+            keys = [f"heartbeat/{rank}" for rank in range(self.size)]
             self._store.wait(keys, timedelta(seconds=START_TIMEOUT_S))
             while True:
                 self._check_peers(time.monotonic())
@@ -218,13 +222,15 @@ class Watchdog:
         return self.timeout_s if heartbeat.step else START_TIMEOUT_S
 
     def _send_heartbeat(self) -> None:
-        self.heartbeat.beat += 1
-        self._store.set(f"sign/{self.rank}", json.dumps(asdict(self.heartbeat)))
+        self.heartbeat.sequence += 1
+        self._store.set(f"heartbeat/{self.rank}", json.dumps(asdict(self.heartbeat)))
 
     def _check_peers(self, now: float) -> None:
         if self._store.check([_FAILURE_KEY]):
             self._end(None)
-        for rank, text in enumerate(self._store.multi_get([f"sign/{rank}" for rank in range(self.size)])):
+        for rank, text in enumerate(
+            self._store.multi_get([f"heartbeat/{rank}" for rank in range(self.size)])
+        ):
             heartbeat = Heartbeat(**json.loads(text))
             if rank in self._peers:
                 self._peers[rank].update(heartbeat, now)
@@ -240,12 +246,12 @@ class Watchdog:
             name = f"rank {rank} (process {last.pid} on {last.host})"
             if last.machine == self.heartbeat.machine and not _is_running(last.pid):
                 return f"{name} died {last.describe()}", last
-            if now - peer.beat_at > self._heartbeat_timeout_s(last):
+            if now - peer.heartbeat_at > self._heartbeat_timeout_s(last):
                 return f"{name} sent no heartbeat for {self.timeout_s:g} s, {last.describe()}", last
         late = {
             rank: peer
             for rank, peer in self._peers.items()
-            if now - peer.progress_at > max(self.timeout_s, peer.heartbeat.patience_s)
+            if now - peer.progress_at > max(self.timeout_s, peer.heartbeat.activity_timeout_s)
         }
         working = {rank: peer for rank, peer in late.items() if not peer.heartbeat.waiting}
         if not working and len(late) < len(self._peers):

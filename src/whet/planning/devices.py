@@ -26,7 +26,7 @@ class Target:
     memory: int  # bytes
     tflops: float  # peak in the compute dtype
     link_gb_s: float  # bandwidth to devices of the same machine, one way; 0: not known
-    source: str  # where the peak is from
+    source: str  # source of the peak figure
     precision: Precision
 
     @property

@@ -53,7 +53,7 @@ class Memory:
     """The memory of one device in bytes. Each part is its own maximum, so their sum can exceed the peak."""
 
     weights: int
-    adapters: int  # and all other trainable parameters of a frozen model
+    adapters: int  # also other trainable parameters, if the base model is frozen
     other_models: int  # teachers and reference models
     gathered: int  # FSDP: unsharded layers
     optimizer: int  # optimizer state
@@ -251,7 +251,7 @@ class Planner:
         """Return how many documents fit into a micro-batch.
 
         Args:
-            shape: A micro-batch with documents of the wanted length.
+            shape: A micro-batch with documents of the planned length.
             peak: The peak memory of that micro-batch.
             accumulate: Whether a step has more than one micro-batch.
         """
@@ -388,7 +388,7 @@ def plan_run(
         gpus: The number of devices.
         network_gb_s: Bandwidth of one GPU to other machines, in GB/s.
         utilisation: The fraction of the peak FLOPS that is reached.
-        counted: Counts from the data, if they are known.
+        counts: Counts from the data, if they are known.
         spec: A decoder to plan for instead of the config's model.
         suggest: Whether to compute the largest micro-batch that fits.
         user_code: Whether a custom objective may be imported; if not, it raises a ConfigError.
@@ -424,9 +424,9 @@ def plan_run(
             traffic=sum_traffic(cluster, [plan.traffic for plan in plans]),
         )
     planner = Planner(config, target, cluster, spec)
-    shape, tokens_a_step = batch_shape(config, planner.step)
+    shape, step_tokens = batch_shape(config, planner.step)
     length = shape.length if counts is None else counts.length
-    tokens = float(tokens_a_step) if counts is None else counts.tokens_per_step
+    tokens = float(step_tokens) if counts is None else counts.tokens_per_step
     micro_batches = max(
         1, math.ceil(tokens / cluster.shares / max(shape.positions, step_settings(config).micro_tokens))
     )

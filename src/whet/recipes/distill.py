@@ -34,7 +34,7 @@ class DistillRecipe(Recipe[DistillObjective]):
         count, top_k = len(self.section.teachers), self.section.offline.top_k
         ids = ColumnShape("token", (count, top_k), torch.long)
         logprobs = ColumnShape("token", (count, top_k + 1))
-        return StepShape(columns={"taught_ids": ids, "taught_logprobs": logprobs})
+        return StepShape(columns={"teacher_ids": ids, "teacher_logprobs": logprobs})
 
     def check_models(self, b: Build) -> None:
         """Raise an error for matched layers that the student or the teacher does not have."""
@@ -47,8 +47,8 @@ class DistillRecipe(Recipe[DistillObjective]):
     def prepare(self, b: Build) -> None:
         """Attach the log-probabilities that `whet teach` stored to the examples."""
         stored = self._open_stored(b.data, str(b.model.name), b.model.vocab_size)
-        for split, teachings in stored.items():
-            b.data.examples[split].sides.teachings = teachings
+        for split, logprobs in stored.items():
+            b.data.examples[split].sides.teacher_logprobs = logprobs
 
     def _open_stored(self, data: RunData, student: str, vocab_size: int) -> dict[str, list[TeacherLogprobs]]:
         if self.section.offline is None:

@@ -119,7 +119,7 @@ class MixData:
     def check_model_limits(self, model: LanguageModel) -> None:
         """Raise an error for tokens and lengths that the model does not support.
 
-        Warns if no supervised token would teach the model to stop.
+        Warns if EOS is never supervised.
         """
         for data in self.parts.values():
             data.check_model_limits(model)
@@ -129,7 +129,7 @@ class MixData:
         return MixStream({name: data.stream() for name, data in self.parts.items()})
 
     def describe_steps(self) -> str:
-        """Return the size of each part's steps in words."""
+        """Return the size of each part's steps as text."""
         return "; ".join(f"{name}: {data.describe_steps()}" for name, data in self.parts.items())
 
     def evaluation_split(self, name: str, model: LanguageModel) -> EvaluationSplit | None:

@@ -174,7 +174,7 @@ def use_fp8(model: LanguageModel, method: str, *, device: torch.device | None = 
         device: The device of the run, if it is not the model's.
 
     Returns:
-        The number of layers that use fp8, in words.
+        The number of layers that use fp8, as text.
 
     Raises:
         ConfigError: The method, the device or the model does not support fp8.

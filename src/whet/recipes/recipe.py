@@ -95,7 +95,7 @@ class RecipeData(Protocol):
         """Return a hash of each source's tokens."""
 
     def describe_steps(self) -> str:
-        """Return the size of a step in words."""
+        """Return the size of a step as text."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Recipe(abc.ABC, Generic[S]):
         return StepShape()
 
     def start(self, stack: contextlib.ExitStack) -> None:
-        """Start what the run needs before the model is loaded; `stack` is closed at the end of the run."""
+        """Start processes and import user functions before the model is loaded; `stack` ends them."""
         if self.config.eval.metrics:
             from whet.evaluation.answer_metrics import AnswerMetrics
 
@@ -197,7 +197,7 @@ class Recipe(abc.ABC, Generic[S]):
         return build_language_model(self.config, tokenizer, device=device, precision=precision)
 
     def check_models(self, b: Build) -> None:
-        """Raise an error for models that do not fit together; only dry runs need this besides `objective`."""
+        """Raise an error for incompatible models. Only dry runs call this; in runs, `objective` raises it."""
 
     def check_examples(self, data: RunData, *, vocab_size: int) -> None:
         """Raise an error if another command has to process the examples first; `whet data` calls this."""
@@ -260,7 +260,7 @@ class Recipe(abc.ABC, Generic[S]):
 
 
 def describe_parameters(model: Trainable) -> str:
-    """Return the number of parameters of a model and of its trainable ones, in words."""
+    """Return the number of parameters and of trainable parameters of a model as text."""
     total = sum(p.numel() for p in model.parameters()) + quantized_size(model)[0]
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{total:,}, {trainable:,} trainable ({100 * trainable / total:.2f}%)"

@@ -37,7 +37,7 @@ NOT_DRAWN = {
         "mean_tokens_per_s",
         "flops_total",
         "tflops_per_s",
-    ),  # other units of metrics that are drawn
+    ),  # the same quantities as drawn metrics, in other units
 }
 CHARTS_STYLE = """
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr)); gap: 1rem; }
@@ -178,9 +178,9 @@ def finish_axes(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib 
 def _widen_constant(axes: Any, values: Sequence[float]) -> None:  # Any: matplotlib has no types
     """Center a constant metric, so that the y axis does not magnify rounding errors."""
     low, high = min(values), max(values)
-    most = max(abs(low), abs(high))
-    if high - low <= 1e-6 * most:
-        axes.set_ylim(low - (0.1 * most or 1), high + (0.1 * most or 1))
+    magnitude = max(abs(low), abs(high))
+    if high - low <= 1e-6 * magnitude:
+        axes.set_ylim(low - (0.1 * magnitude or 1), high + (0.1 * magnitude or 1))
 
 
 def _draw_training(

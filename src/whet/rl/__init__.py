@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from whet.rl.rewards.builtin import numeric_match as numeric_match
     from whet.rl.rewards.builtin import regex as regex
 
-_HOME_OF = {
+_MODULE_OF = {
     "exact_match": "rl.rewards.builtin",
     "numeric_match": "rl.rewards.builtin",
     "regex": "rl.rewards.builtin",
@@ -24,5 +24,5 @@ _HOME_OF = {
     "advantages_of": "objectives.grpo",
     "grpo_loss": "objectives.grpo",
 }
-__all__ = list(_HOME_OF)
-__getattr__ = lazy_getattr(__name__, _HOME_OF)
+__all__ = list(_MODULE_OF)
+__getattr__ = lazy_getattr(__name__, _MODULE_OF)

@@ -29,7 +29,7 @@ from whet.training.router_balancing import add_router_objective
 
 
 def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
-    """Build a run's model, objective and optimizer on the meta device, and raise the errors of doing so.
+    """Build a run's model, objective and optimizer on the meta device, so that invalid settings raise errors.
 
     Args:
         config: The run's config.
@@ -71,7 +71,7 @@ def _build_untrained_model(config: RunConfig, tokens: int | None) -> LanguageMod
 def _check_vocabularies(
     recipe: Recipe[Any], frozen: dict[str, Frozen], model: LanguageModel
 ) -> None:  # Any: its section
-    """Raise a ModelError if a frozen model's token ids mean other tokens than the trained model's."""
+    """Raise a ModelError if a frozen model has a different vocabulary than the trained model."""
     base = recipe.config.language_model
     for role, spec in recipe.frozen_models().items():
         frozen_model = frozen.get(role)

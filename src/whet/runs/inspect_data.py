@@ -235,7 +235,7 @@ def _tokenizer(config: RunConfig, data: RunData) -> Any:  # Any: a transformers 
 
 
 def _stop_tokens(tokenizer: Any, model: ModelSummary | None) -> set[int]:  # Any: as above
-    """Return the ids of the tokens at which generation stops and which the tokenizer has."""
+    """Return the ids of the stop tokens of a model that its tokenizer also has."""
     tokens = {tokenizer.eos_token_id, *(model.stop_tokens if model is not None else ())}
     return {token for token in tokens if token is not None and 0 <= token < len(tokenizer)}
 

@@ -388,7 +388,7 @@ class _Run:
             prune_checkpoints(self.directory, keep=self.config.checkpoint.keep, best_steps=state.best_steps)
 
     def _write_final(self, assembly: Assembly, trainer: Trainer, *, start_step: int) -> None:
-        """Save the trained model to `final/`, unless this run was killed right after it had written that."""
+        """Save the trained model to `final/`, unless a killed attempt of this run has already written it."""
         final = self.directory / FINAL_DIRECTORY
         if self.world.is_main and final.is_dir() and trainer.state.step > start_step:
             remove_directory(final)  # outdated: the run lost its summary, was resumed, and trained further

@@ -118,7 +118,7 @@ def _compute_logprobs(
 
 
 def _sort_by_index(chunks: Iterator[tuple[int, bytes]]) -> Iterator[bytes]:
-    """Yield chunks by index; few have to wait, because micro-batches mix only the examples of one step."""
+    """Yield chunks in index order; few are buffered, because micro-batches only reorder within a step."""
     waiting: dict[int, bytes] = {}
     next_index = 0
     for index, chunk in chunks:

@@ -301,7 +301,7 @@ def _default_metric(runs: Sequence[RunFiles], known: Sequence[str]) -> str:
 
 
 def _notes(runs: Sequence[RunFiles]) -> Iterator[str]:
-    """Yield the circumstances that make the metrics less comparable than they look."""
+    """Yield warnings about runs whose metrics are not fully comparable."""
     for run in runs:
         if run.status != "finished":
             yield f"{run.name} is {run.status}"
@@ -314,7 +314,7 @@ def _notes(runs: Sequence[RunFiles]) -> Iterator[str]:
 def _divergences(groups: Sequence[RunGroup], metric: str) -> Iterator[str]:
     for group in groups:
         for name, value in group.diverged(metric).items():
-            yield f"{name}: the last {metric} is {value}; it is in no mean, and its group cannot be the best"
+            yield f"{name}: the last {metric} is {value}; it is left out, and its group cannot rank first"
 
 
 def comparison_json(comparison: RunComparison) -> JsonObject:

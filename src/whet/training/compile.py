@@ -14,10 +14,10 @@ _MIN_RECOMPILE_LIMIT = 64
 
 
 def compile_blocks(model: LanguageModel, batch: Batch, precision: Precision) -> str:
-    """Compile each layer in place, run it on a first micro-batch, and return the outcome as a text.
+    """Compile each layer in place, run a first micro-batch, and return the outcome as text.
 
-    A failure undoes the compilation, and the text states the reason. The micro-batch makes sure that the
-    first step finds every layer compiled for sizes like its own.
+    The micro-batch has typical sizes, so the first step does not compile again. A failure undoes the
+    compilation, and the text gives the reason.
 
     Args:
         model: The model whose layers are compiled.

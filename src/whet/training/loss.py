@@ -201,7 +201,7 @@ class Evaluation:
         self.callbacks.pause()
 
     def pause_between_completions(self) -> None:
-        """Do the same between generated completions; tensor-parallel ranks stop after all completions."""
+        """Send a heartbeat between generated completions; without tensor parallelism, also allow an abort."""
         if self.world.tp_size > 1:
             self.world.watchdog.report_activity("generating")
         else:

@@ -195,8 +195,8 @@ class PendingUpdate:
 class StepClock:
     """Measures the duration of steps and of the run.
 
-    A step ends when the device has completed it. While the host is queueing the next step it notices that
-    late, and that time belongs to the next step.
+    A step ends when the device has completed it. The host may notice this late, while it queues the next
+    step. The delay counts towards the next step.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from whet.training.callbacks import Injector, Metrics, ModelCallback
 log = logging.getLogger("whet")
 
 _DIGITS = 6
-_COLLAPSE_THRESHOLD = 0.25  # fraction of the way from top_k used experts to all of them
+_COLLAPSE_THRESHOLD = 0.25  # minimum share of effective experts; 0: top_k experts, 1: all
 _EVEN_TOLERANCE = 1e-5  # relative to the mean load; covers rounding in any order of summation
 _MIN_CHOICES = 8  # mean choices per expert that a step needs for a collapse to be detected
 

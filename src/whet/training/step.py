@@ -60,10 +60,10 @@ class TrainStep:
         weights = weights or total_weights(self.objective, micro_batches)
         sums = {"loss": torch.zeros((), device=self.device)}
         shares = list(share_batches(self.world, micro_batches, matched=self._sharded))
-        exchanging = "gathering layers and adding up gradients" if self._sharded else None
+        collective = "gathering layers and adding up gradients" if self._sharded else None
         for number, (_, batch, counts) in enumerate(shares, start=1):
             self.world.watchdog.report_activity(
-                f"micro-batch {number} of {len(shares)}", collective=exchanging
+                f"micro-batch {number} of {len(shares)}", collective=collective
             )
             loss, metrics = weighted_loss(
                 self.model, self.objective, batch.to(self.device), weights=weights, precision=self.precision

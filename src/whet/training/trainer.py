@@ -212,7 +212,7 @@ class Trainer:
         self.evaluation.pause_point()
 
     def pause_between_completions(self) -> None:
-        """Do the same between generated completions; see `Evaluation.pause_between_completions`."""
+        """Abort generation for an evaluation if a callback asks to stop; call this between completions."""
         self.evaluation.pause_between_completions()
 
     def save(self) -> None:
@@ -254,7 +254,7 @@ class Trainer:
         return self._complete(computed, start=start, prefetch=self._may_prefetch(self.state.step + 1))
 
     def _may_prefetch(self, step: int) -> bool:
-        """Return whether nothing needs the state between this step and the next."""
+        """Return whether the next step may be queued now: nothing reads the state between the two steps."""
         return (
             self.prefetches
             and not self.is_last(step)
@@ -312,7 +312,7 @@ class Trainer:
         }
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate before the first step and at intervals; a run that must stop now does it on resume."""
+        """Evaluate before the first step and at intervals; a run that must stop evaluates after resuming."""
         must_stop = self.stop is not None and self.stop.unfinished
         if not must_stop and (self.state.step == 0 or self.settings.evaluates_at(self.state.step)):
             self._evaluate_now()

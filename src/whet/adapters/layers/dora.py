@@ -37,7 +37,7 @@ class DoRALinear(LoRALinear):
         return (y if self.base.bias is None else y + self.base.bias).to(output.dtype)
 
     def forward_with_dropout(self, x: torch.Tensor, update_input: torch.Tensor) -> torch.Tensor:
-        """Return the output with dropout as in PEFT: the magnitude's change also reads `update_input`."""
+        """Return the output with dropout as in PEFT, which also drops inputs of the magnitude's change."""
         gain, operands, y = self._gain(), self.operands(), self.base(x)
         low = F.linear(update_input, operands.a.to(update_input.dtype))
         update = F.linear(low, operands.b.to(update_input.dtype))

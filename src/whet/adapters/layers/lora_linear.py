@@ -94,7 +94,7 @@ class LoRALinear(Adapter):
         return output
 
     def forward_with_dropout(self, x: torch.Tensor, update_input: torch.Tensor) -> torch.Tensor:
-        """Return the output if the base reads x and the update reads `update_input`, x after dropout."""
+        """Return the output, with `update_input` (x after dropout) as the input of the update."""
         operands = self.operands()
         if self.paths.fused_lora:
             return fused_lora_outputs(x, [operands], update_input)[0]
@@ -143,7 +143,7 @@ class LoRALinear(Adapter):
         return StoredModule.from_layer(self.stored_layer())
 
     def stored_layer(self) -> StoredLayer:
-        """Return the low-rank update as which a variant is stored."""
+        """Return the low-rank update that adapter files store for this variant."""
         return StoredLayer(self.settings, self.lora_A, self.lora_B)
 
 

@@ -85,7 +85,7 @@ class SplitFacts:
     is_classification: bool = False  # inputs to classify, without completions
     pairs: bool = False  # each record has two examples, chosen and rejected
     classes: str = ""  # number of examples per class, as text
-    unread_fields: tuple[tuple[str, str], ...] = ()  # fields that reach no token: message and fix
+    unread_fields: tuple[tuple[str, str], ...] = ()  # fields that are not tokenized: message and fix
 
     @property
     def can_split(self) -> bool:
@@ -127,7 +127,7 @@ class DataView:
     missing_inputs: tuple[WhetError, ...] = ()  # inputs that a run needs and that do not exist yet
     held_out: int = 0  # number of training examples held out for validation
     remaining_classes: str = ""  # number of remaining training examples per class, as text
-    unread_prompts: tuple[tuple[str, str], ...] = ()  # prompt fields that reach no token: message and fix
+    unread_prompts: tuple[tuple[str, str], ...] = ()  # prompt fields that are not tokenized: message and fix
     prompts: tuple[tuple[str, str], ...] = ()  # prompts to complete, for objectives that train on completions
     completions: int = 0  # per prompt
     completion_tokens: int = 0  # maximum per completion
@@ -200,7 +200,7 @@ def describe_split_classes(data: RunData, name: str) -> str:
 
 
 def _kind(data: RunData, examples: StoredExamples, index: int) -> str:
-    """Return the side of a pair that an example is, or its classes."""
+    """Return "chosen" or "rejected" for an example of a pair, its labels for a classifier, else ""."""
     if data.needs.pairs:
         return "rejected" if index % 2 else "chosen"
     if data.needs.labels is None:

@@ -87,7 +87,7 @@ def _model_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
 def _mask_problems(split: SplitFacts, view: DataView) -> Iterator[Problem]:
     if split.doubled_bos:
         yield Problem(
-            f"{split.name}: {_format_records(split.doubled_bos)} starting with two BOS tokens",
+            f"{split.name}: {_format_records(split.doubled_bos)} with a duplicate BOS token",
             "remove BOS from the texts: the tokenizer or the chat template adds it",
             (f"first: {split.first_doubled}",),
         )

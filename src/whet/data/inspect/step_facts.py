@@ -63,7 +63,7 @@ class StepFacts:
 
 
 def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
-    """Measure the first epoch. Raises the errors of `whet train`, such as an example that fits no step."""
+    """Measure the first epoch. Raises the errors of `whet train`, such as an example that is too long."""
     run, settings, stream = config.run, data.steps, data.stream()
     examples: Any = data.examples["train"]  # Any: sequences of examples, or of pairs of them
     if isinstance(stream, BatchStream):

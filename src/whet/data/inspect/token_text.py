@@ -51,7 +51,7 @@ class TokenText:
         self._special = {*tokenizer.all_special_ids, *(index for index, token in added if token.special)}
 
     def special_token_name(self, token: int) -> str:
-        """Return the name of a special token in angle brackets that do not occur in text."""
+        """Return the name of a special token in angle brackets (⟨⟩), which hardly ever occur in text."""
         name = to_visible_text(str(self._tokenizer.convert_ids_to_tokens(token)))
         return f"⟨{name[1:-1] if name.startswith('<') and name.endswith('>') else name}⟩"
 

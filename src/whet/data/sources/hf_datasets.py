@@ -128,7 +128,7 @@ def _load(name: HubDataset, split: str, spec: str, *, streaming: bool) -> Any:  
 
 
 def _version(name: HubDataset, spec: str) -> str:
-    """Return what identifies the current records: a digest of the dataset's files, or the builder's hash."""
+    """Return an identifier of the current records: a digest of the dataset's files, or the builder's hash."""
     if (directory := Path(name.name)).is_dir():
         return digest_files(sorted(path for path in directory.rglob("*") if path.is_file()))
     datasets = _import_datasets(spec)

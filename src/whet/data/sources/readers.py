@@ -1,4 +1,4 @@
-"""One reader per file format. Rows are yielded in file order with their location, and never all in memory."""
+"""One reader per file format. Readers stream rows in file order, each with its location."""
 
 import csv
 import functools

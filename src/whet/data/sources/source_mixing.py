@@ -9,7 +9,7 @@ from whet.errors import DataError
 
 T = TypeVar("T")
 
-# a pass with more than this many records, in which records repeat this often, is an error in the weights
+# weights are rejected if a pass exceeds both limits: its number of records, and repetitions per record
 MAX_PASS_RECORDS = 10_000_000
 MAX_REPEATS = 100
 
@@ -37,7 +37,7 @@ def mix(sources: Sequence[Iterable[T]], weights: Sequence[float]) -> Iterator[T]
 def check_pass(sources: Sequence[Iterable[T]], weights: Sequence[float], names: Sequence[str]) -> None:
     """Raise an error for weights so far apart that a pass would be extremely long.
 
-    Records are only counted if the weights make that possible.
+    Records are counted only if some weight is small enough for that.
     """
     shares = _integer_shares(weights)
     total = sum(shares)

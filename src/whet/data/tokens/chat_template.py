@@ -76,7 +76,7 @@ class Renderer:
     def render(self, record: Record) -> Rendering:
         """Return the text of a record of any format that has tokens to supervise."""
         record = record if record.record_format else validate_record(record)
-        _check_not_judged(record)
+        _check_unlabeled(record)
         messages = self._to_messages(record)
         if messages is not None:
             return self._render_conversation(messages, record)
@@ -164,7 +164,7 @@ class Renderer:
         return RenderedPrompt(prompt, question, answer, record.fields.get("group"))
 
     def render_prompt(self, record: Record) -> RenderedPrompt:
-        """Return the prompt of a record, with its reference answer if it has one, else an empty one."""
+        """Return the prompt of a record with its reference answer, which is empty if the record has none."""
         record = record if record.record_format else validate_record(record)
         messages: list[Message] | None = None
         answer, group = _reference_answer(record), record.fields.get("group")
@@ -379,7 +379,7 @@ def _without_train_marks(messages: list[Message]) -> list[Message]:
 
 
 def _contains_text_of(turn: str, values: list[Any]) -> bool:  # Any: JSON values
-    """Return whether the text of a turn contains any string of these values, at any depth."""
+    """Return whether the text of a turn contains a string from these values, including nested ones."""
     pending = list(values)
     while pending:
         value = pending.pop()
@@ -398,7 +398,7 @@ def _fill_null_content(messages: list[Message]) -> list[Message]:
     return [{**message, "content": message.get("content") or ""} for message in messages]
 
 
-def _check_not_judged(record: Record) -> None:
+def _check_unlabeled(record: Record) -> None:
     """Raise an error for a completion labeled good or bad: SFT would imitate both."""
     label = record.fields.get("label")
     if record.record_format not in ("completion", "messages") or str(label).lower() not in ("true", "false"):

@@ -75,9 +75,9 @@ class StoredExamples(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # slices are not needed
         record = int(self.records[index])
         tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
-        taught = tuple(teaching[index] for teaching in self.teacher_logprobs)
+        teacher_targets = tuple(logprobs[index] for logprobs in self.teacher_logprobs)
         return Example(
-            tokens, supervised, self.store.origin(record), self.store.column_values(record), taught
+            tokens, supervised, self.store.origin(record), self.store.column_values(record), teacher_targets
         )
 
     def supervised_counts(self) -> np.ndarray:
@@ -148,7 +148,7 @@ def build_examples(
         too_long: Whether a longer record raises an error, is dropped, truncated or split into windows. Each
             window starts with the last token of the previous one, so every token is predicted once. Records
             and windows without supervised targets are dropped.
-        judged: Whether the examples are inputs to classify.
+        is_classification: Whether the examples are inputs to classify.
 
     Raises:
         DataError: A record is too long with `too_long="error"`, or no example is left.

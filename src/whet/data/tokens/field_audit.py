@@ -1,4 +1,4 @@
-"""Count the fields of records and messages that reach no token, while records are rendered."""
+"""Count the fields of records and messages that are not tokenized, while records are rendered."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -21,14 +21,14 @@ _STANDARD_MESSAGE_FIELDS = frozenset(
 
 @dataclass
 class _TestResults:
-    """How often a field reached a token, among the records tested."""
+    """How often the content of a field was tokenized, among the records tested."""
 
     reached: int = 0
     left_out: int = 0
 
     @property
     def settled(self) -> bool | None:
-        """Whether the field reaches a token, once enough records agree, else None."""
+        """Whether the field is tokenized, or None until enough records agree."""
         if self.reached + self.left_out < _TESTED_RECORDS or (self.reached and self.left_out):
             return None
         return bool(self.reached)
@@ -36,7 +36,7 @@ class _TestResults:
 
 @dataclass
 class FieldAudit:
-    """Count the records with a field that reaches no token.
+    """Count the records with a field that is not tokenized.
 
     The fields that a record format ignores are known. Whether a template writes `tools` or a message field is
     tested by rendering records without it: the first ones that have the field, or all if the results differ.
@@ -63,7 +63,7 @@ class FieldAudit:
         self._message.update(name for name in names if not self._reaches(name, record))
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the number of records per field that reached no token."""
+        """Return the number of records per field that was not tokenized."""
         return {"record": dict(self._record), "message": dict(self._message)}
 
     def _reaches(self, name: str, record: Record) -> bool:
@@ -89,10 +89,10 @@ class FieldAudit:
 
 
 def unread_fields(unread: Unread, *, used: Collection[str] | None) -> Iterator[tuple[str, str]]:
-    """Yield a message and a fix for each field that reaches no token and is not used otherwise.
+    """Yield a message and a fix for each field that is not tokenized and not used otherwise.
 
     Args:
-        unread: The fields that reach no token, from `FieldAudit.counts`.
+        unread: The fields that are not tokenized, from `FieldAudit.counts`.
         used: Record fields that are read for other purposes; None means that all of them are.
     """
     record_fields = {} if used is None else unread.get("record", {})
@@ -109,12 +109,12 @@ def unread_fields(unread: Unread, *, used: Collection[str] | None) -> Iterator[t
             else "no component reads this field"
         )
         yield (
-            f"{kind} {name[:40]} of {count:,} record{'s' * (count != 1)} reaches no token",
+            f"{kind} {name[:40]} of {count:,} record{'s' * (count != 1)} is not tokenized",
             f"{fix}; set data.ignore to [{name[:40]}] if you do not need it",
         )
     if len(entries) > _MAX_REPORTED:
         yield (
-            f"{len(entries) - _MAX_REPORTED:,} more fields reach no token",
+            f"{len(entries) - _MAX_REPORTED:,} more fields are not tokenized",
             "list the fields that you do not need in data.ignore",
         )
 

@@ -29,7 +29,7 @@ class Prompts(list[Prompt]):
     """The prompts of a source, and the number of records that were skipped."""
 
     skipped: Skipped
-    unread_fields: Unread  # fields that reach no token; rewards may still read the fields of records
+    unread_fields: Unread  # fields that are not tokenized; rewards may still read the fields of records
 
     def summary(self) -> str:
         """Return counts and lengths as one line."""

@@ -1,4 +1,4 @@
-"""Limits on the work of one chat template rendering. They count, rather than time, so results never vary.
+"""Limits on the work of rendering a chat template. They count steps, not time, so they are deterministic.
 
 A template is code that came with a model. Jinja's sandbox keeps it away from files and Python's internals,
 but does not stop it from exhausting memory or looping forever. Steps (loop items, calls, filters, operators,
@@ -30,7 +30,7 @@ _SPLITTING_METHODS = frozenset(["split", "rsplit", "splitlines"])
 
 
 class TemplateLimitError(TemplateError):
-    """A template does more work, or creates a larger value, than a chat needs."""
+    """A template exceeds a limit on steps or on the size of created values."""
 
 
 class Limits:
@@ -46,7 +46,7 @@ class Limits:
         self.steps = BASE_STEPS + STEPS_PER_MESSAGE * messages
         self.chars = min(BASE_CHARS + 1024 * size, MAX_SCALED_CHARS) + 64 * size
         self.position = 0  # characters written so far
-        self.starts: dict[int, int] = {}  # id of a mapping in a loop -> position at that time
+        self.starts: dict[int, int] = {}  # id of a loop item -> position when it was reached
 
     def spend(self, chars: int = 0, steps: int = 1) -> None:
         """Charge steps, and the characters they created or read."""

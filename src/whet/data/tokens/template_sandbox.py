@@ -70,7 +70,7 @@ def render_template(
     try:
         return _render(source, messages, tools=tools, prompt=prompt, special=special or {}, today=today)
     except TemplateLimitError as error:
-        message = f"the chat template does more than a chat needs: {error}"
+        message = f"the chat template exceeds a limit of whet: {error}"
         raise DataError(message, hint="use the chat template of a model that you trust") from error
     except RecursionError as error:
         raise DataError("the chat template is nested too deeply, or recurses without end") from error
@@ -267,7 +267,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         environment: "_Environment", iterable: Any, attribute: str | int | None = None, start: Any = 0
     ) -> Any:
         if isinstance(start, str):
-            raise TypeError("strings are joined, not summed")
+            raise TypeError("sum does not support strings: use join")
         if attribute is not None:
             iterable = map(make_attrgetter(environment, attribute), iterable)
         for value in iterable:
@@ -331,7 +331,7 @@ class _GenerationTag(Extension):
 
 
 class _SafeDict:
-    """The `dict` of templates, which exposes no other attributes than these."""
+    """The `dict` of templates, which exposes only these attributes."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)

@@ -17,7 +17,7 @@ MAX_EXACT = 16  # up to this many turns, each is located by rendering its prefix
 
 @dataclass(frozen=True)
 class _Frame:
-    """The literal text around the content of a kind of turn: before it within its message, and at its end."""
+    """The literal text that a template writes before and after the content of a kind of turn."""
 
     head: str
     tail: str
@@ -41,7 +41,7 @@ class _TurnFinder:
         return len(before), len(after)
 
     def kind(self, index: int) -> tuple[object, ...] | None:
-        """Return the properties that templates may depend on; None for a turn that matches no other turn."""
+        """Return the properties that determine the frame of a turn; None if its text lacks its content."""
         message = self.messages[index]
         segment = self.text[self.starts[index] : self.starts[index + 1]]
         content = message.get("content")
@@ -50,12 +50,12 @@ class _TurnFinder:
         elif not isinstance(content, str) or content.strip() not in segment:
             return None
         else:
-            content_kind = "whole" if content in segment else "trimmed"
+            content_kind = "unchanged" if content in segment else "trimmed"
         neighbor_roles = (self.messages[index + step]["role"] for step in (-1, 1))
         return (content_kind, *neighbor_roles, *sorted(message))
 
     def frame(self, index: int, span: Span) -> _Frame | None:
-        """Return the frame of a located turn, if it starts within its message."""
+        """Return the frame of a turn with a known span, or None if the span starts before its message."""
         start, end, following = self.starts[index], span[1], self.starts[index + 1]
         if not 0 <= start <= span[0] <= end:
             return None

@@ -34,7 +34,7 @@ class PreTokenizerSplit:
 
     pre_tokenizer: pre_tokenizers.PreTokenizer
     normalizer: normalizers.Normalizer | None = None
-    whole_words_first: bool = False
+    ignore_merges: bool = False
     starts_with_bos: bool = False
 
 
@@ -50,7 +50,7 @@ def splits() -> dict[str, PreTokenizerSplit]:
     return {
         "default": PreTokenizerSplit(gpt2),
         "gpt-2": PreTokenizerSplit(gpt2),
-        "llama-bpe": PreTokenizerSplit(words("{1,3}"), whole_words_first=True, starts_with_bos=True),
+        "llama-bpe": PreTokenizerSplit(words("{1,3}"), ignore_merges=True, starts_with_bos=True),
         "qwen2": PreTokenizerSplit(words(""), normalizer=normalizers.NFC()),
         "smollm": PreTokenizerSplit(
             pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
@@ -188,7 +188,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         if not left or not right:
             raise vocabulary.error(f"the merge {line!r} is not two tokens separated by a space")
         merges.append((left, right))
-    model = models.BPE(vocabulary.by_text(vocabulary.tokens), merges, ignore_merges=split.whole_words_first)
+    model = models.BPE(vocabulary.by_text(vocabulary.tokens), merges, ignore_merges=split.ignore_merges)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = split.pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()

@@ -147,7 +147,7 @@ def _split_name(tokenizer_json: Mapping[str, Any], *, any_split: bool) -> str:
     """Return the name of this pre-tokenizer in GGUF files."""
     target = _split_settings(tokenizer_json)
     for name, split in splits().items():
-        candidate = Tokenizer(models.BPE(ignore_merges=split.whole_words_first))
+        candidate = Tokenizer(models.BPE(ignore_merges=split.ignore_merges))
         candidate.pre_tokenizer = split.pre_tokenizer
         if split.normalizer is not None:
             candidate.normalizer = split.normalizer

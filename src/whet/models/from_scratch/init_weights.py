@@ -33,7 +33,7 @@ def new_decoder(
 
 @torch.no_grad()
 def initialize_weights(model: Decoder, generator: torch.Generator, *, width_ratio: float = 1.0) -> None:
-    """Initialize by GPT-2's rule, which the papers of most families share or do not contradict.
+    """Initialize by GPT-2's rule, which is consistent with the papers of most families.
 
     Weights are drawn from N(0, 0.02), learned positions from N(0, 0.01). The standard deviation of residual
     projections is divided by the square root of their number, so the variance of the residual stream does not

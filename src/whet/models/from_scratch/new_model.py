@@ -17,7 +17,7 @@ log = logging.getLogger("whet")
 
 
 def preset_model_spec(preset: Preset, *, vocab_size: int, mup: MuP | None = None) -> ModelSpec:
-    """Return the spec of a preset for a tokenizer with `tokens` tokens."""
+    """Return the spec of a preset for a tokenizer with `vocab_size` tokens."""
     changes = {"vocab_size": vocab_size, **preset.changes()}
     if changes["vocab_size"] < vocab_size:
         raise ConfigError(

@@ -168,7 +168,7 @@ class ClassificationReport:
         return stored
 
     def _calibrate(self) -> float:
-        """Divide the head by the temperature that fits the validation records best, and return that."""
+        """Fit a temperature to the validation records, divide the head by it, and return it."""
         valid = self._examples("valid")
         logits, labels = self._rows(valid, self.objective.logits), self._labels(valid)
         temperature = fit_temperature(logits, labels, multi_label=self.section.multi_label)

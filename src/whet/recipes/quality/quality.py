@@ -127,7 +127,7 @@ class RowData:
         return {}
 
     def describe_steps(self) -> str:
-        """Return the size of a step in words."""
+        """Return the size of a step as text."""
         return f"{self.steps.batch_size or self.steps.batch_tokens:,} rows"
 
     def stream(self) -> RowStream:
@@ -375,7 +375,7 @@ def _dry_run_row(step: int, lr: float, spec: QualitySpec, *, started: float) -> 
 class QualityRecipe(Recipe[RegressionObjective]):
     """Trains the quality-decision models on tabular rows."""
 
-    answers_in_text = False
+    generates_text = False
     counts_flops = False
 
     def open_data(self, *, today: date | None = None) -> RowData:

@@ -12,8 +12,9 @@ from whet.recipes.quality.tabular_model import Decision, TabularModel, disagreem
 class Regression(Objective):
     """Mean squared error over rows and outputs, with an optional penalty on disagreeing experts.
 
-    Each expert is a section over the rows that it reads. Two sections glue if they agree on the rows of both.
-    The disagreement of each pair is a metric, and is added to the loss with the weight `gluing`.
+    In terms of sheaves, each expert is a section over the rows that it reads, and two sections glue if they
+    agree on their shared rows. The disagreement of each pair of experts is a metric, and is added to the
+    loss with the weight `gluing`.
 
     Args:
         gluing: Weight of the disagreement in the loss.

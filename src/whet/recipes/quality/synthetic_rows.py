@@ -17,7 +17,7 @@ OUTPUTS = OUTCOMES + AUX
 
 _LATENT, _EXPERTS = 8, 4
 _NEIGHBOR_PROBABILITY, _NEIGHBOR_VALUE = 0.3, 0.7
-_BIAS = 0.05  # largest common shift of all numericals of a row
+_BIAS = 0.05  # largest common shift of all numeric features of a row
 _NOISE = 0.01  # standard deviation of the regression's noise
 _SEEDS = {"world": 5, "train": 101, "valid": 202}
 
@@ -25,7 +25,7 @@ Records = list[dict[str, Any]]  # Any: JSON values
 
 
 def quality(split: str, n: int, seed: int | None = None) -> Records:
-    """Return the first n rows of a split: soft one-hot categories and numericals, with their targets.
+    """Return the first n rows of a split: soft one-hot categories and numeric features, with their targets.
 
     Args:
         split: "train" or "valid".
@@ -104,7 +104,7 @@ def regression(split: str, n: int, seed: int | None = None) -> Records:
 
 
 def _random_state(stream: int, seed: int | None) -> np.random.RandomState:
-    """Return the generator of a stream, or an independent one of a stream and a 64-bit seed."""
+    """Return a random generator for a stream number and, optionally, a 64-bit seed."""
     if seed is None:
         return np.random.RandomState(stream)
     return np.random.RandomState([stream, seed & 0xFFFFFFFF, seed >> 32])

@@ -94,7 +94,7 @@ class QualitySpec:
         return self.stacks * stack + (0 if self.arm == "dense" else 2)
 
     def _normed(self, linears: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the linear layers before a norm: all but the last, and but the first of the dense twin."""
+        """Return the layers that precede a norm: all but the last, and in the dense twin not the first."""
         return linears[1 if self.arm == "dense" else 0 : -1]
 
     def describe(self) -> dict[str, Any]:  # Any: JSON values

@@ -106,7 +106,7 @@ def _sample(sample: Sample) -> str:
 
 
 def _piece(piece: Piece) -> str:
-    """Return a token as HTML; its text was made visible when it was decoded, so line breaks are real."""
+    """Return a token as HTML. Invisible characters are already escaped, so its line breaks are kept."""
     kinds = " ".join(name for name, is_set in (("l", piece.supervised), ("s", piece.special)) if is_set)
     ids = " ".join(map(str, piece.ids))
     return f"<span class='{kinds}' title='{ids}'>{escape(piece.text)}</span>"

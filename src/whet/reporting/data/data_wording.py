@@ -102,13 +102,8 @@ def _end_token_rows(split: SplitFacts, ends: tuple[str, ...]) -> WordingRows:
     if split.is_classification:
         return []
     unit = "completions" if split.pairs else "examples"
-    return [
-        (
-            "end token",
-            f"{' or '.join(ends)} is supervised in {split.with_supervised_end:,} of {split.examples:,} "
-            f"{unit}",
-        )
-    ]
+    count = f"{split.with_supervised_end:,} of {split.examples:,} {unit}"
+    return [("end token", f"{' or '.join(ends)} is supervised in {count}")]
 
 
 def _duplicates(count: int, pair: tuple[str, str]) -> str:

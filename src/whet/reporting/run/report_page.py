@@ -137,7 +137,7 @@ def _classification(run: RunFiles) -> str | None:
             )
         table = _scores(run.classification)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        # a truncated or foreign file must not prevent the rest of the page
+        # an invalid file must not prevent the rest of the page
         run.problems.append(f"classification.json is not a complete report: {type(error).__name__}: {error}")
         return None
     return table + figure_element("classification-plots", picture, "")

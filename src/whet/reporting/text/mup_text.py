@@ -43,7 +43,7 @@ def write_check(check: CoordinateCheck, directory: Path) -> list[Path]:
     """Write coord-check.json, and coord-check.png if matplotlib is installed; return the written paths."""
     results: dict[str, Any] = {  # Any: JSON values
         "what": "root mean square of activations on the first batch, before and after the steps",
-        "slope": f"of log size after the steps over log width, least squares; flat: all below {FLAT}",
+        "slope": f"least-squares slope of log size after the steps over log width; flat: all below {FLAT}",
         "steps": check.steps,
         "seeds": check.seeds,
         "widths": check.widths,

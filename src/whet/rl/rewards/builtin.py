@@ -79,7 +79,7 @@ def length(
         record: not used.
         longest: the largest length without a penalty, in characters.
         shortest: the smallest length without a penalty, in characters.
-        margin: characters over which the reward decreases linearly to -1 on both sides. 0: it is -1 at once.
+        margin: characters over which the reward decreases linearly to -1 on both sides. 0: -1 without a ramp.
     """
     size = len(completion)
     excess = max(shortest - size, size - longest, 0)

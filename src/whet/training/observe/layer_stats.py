@@ -36,7 +36,7 @@ class Layers:
         return [_root_sum(values) if values else None for values in by_layer], _root_sum(rest)
 
     def collect(self, parameters: Sequence[torch.Tensor], items: Sequence[Sequence[T]]) -> list[list[T]]:
-        """Join the items of each layer's parameters; parameters outside the layers are left out."""
+        """Return the items of all parameters of each layer; parameters outside the layers are left out."""
         by_layer: list[list[T]] = [[] for _ in range(self._count)]
         for parameter, values in zip(parameters, items, strict=True):
             if (layer := self._layer_of.get(id(parameter))) is not None:
@@ -104,7 +104,7 @@ class GradientNoiseScale:
 def gradient_noise(
     sizes: Sequence[float], squared_norms: Sequence[float], squared_norm_of_all: float
 ) -> GradientNoiseScale:
-    """Return unbiased estimates from the mean gradients of small batches and of all (arXiv 1812.06162, A.1).
+    """Return unbiased estimates from the gradients of small batches and their union (arXiv 1812.06162, A.1).
 
     The expected squared norm is signal + noise / b for a batch of b units.
 

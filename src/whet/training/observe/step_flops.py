@@ -1,4 +1,4 @@
-"""FLOPs of a training step, counted on the model: only gradients that training needs."""
+"""FLOPs of a training step, counted from the model's layers and the gradients that training needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -238,7 +238,7 @@ def _plain(weights: float, *, trained: bool = False) -> Matmul:
 
 def _adapted(layer: LoRALinear) -> Matmul:
     rank, inputs, outputs = layer.settings.rank, layer.in_features, layer.out_features
-    # A's gradient needs the one at the low-rank activations, even if the input needs none
+    # A's gradient needs the gradient of the low-rank activations, even if the input needs no gradient
     weight_gradient = 2 * rank * (inputs + outputs) + 2 * rank * outputs
     input_gradient = 2 * inputs * outputs + 2 * rank * inputs
     return 2.0 * (inputs * outputs + rank * (inputs + outputs)), float(input_gradient), float(weight_gradient)

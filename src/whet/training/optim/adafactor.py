@@ -35,7 +35,7 @@ class Adafactor(MaskedOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def create_state(self, p: torch.Tensor, group: ParamGroup) -> OptimizerState:
-        """Return zero second moments: a row and a column per matrix, also in a stack, or a vector."""
+        """Return zero second moments: a row and a column per matrix (or stack of them), or a vector."""
         state = {"step": torch.zeros((), device=p.device)}
         if p.dim() > 1:
             state["row_var"] = torch.zeros_like(p[..., :1], dtype=torch.float32)

@@ -14,7 +14,7 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
 
     A linear warm-up from 0 is followed by the parts of the schedule. Each part starts at the final learning
     rate of the previous one and reaches its own final value at its last step. After the last step of the run
-    the learning rate is constant. A run no longer than its warm-up ends within it.
+    the learning rate is constant. A run that is not longer than its warm-up ends during the warm-up.
 
     Args:
         section: The section `optim` of a config.
