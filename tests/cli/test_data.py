@@ -546,11 +546,11 @@ def test_table_with_unknown_columns_gets_rename_hint(cli, config, tmp_path):
             "qa.csv:2: a record with the fields 'question', 'answer' matches no known record format"
             in out + err
         )
-        assert "hint: rename the fields: answer -> completion, question -> prompt" in out + err
+        assert "hint: set data.columns: {prompt: question, completion: answer}" in out + err
     mixed = [*GOOD, {"question": "a", "answer": "b"}]
     _, out, _ = cli("data", config(mixed), "--check")
     assert "error: train: 1 bad record" in out
-    assert "hint: rename the fields: answer -> completion" in out
+    assert "hint: set data.columns: {prompt: question, completion: answer}" in out
 
 
 def test_columns_that_the_run_reads_are_not_reported(cli, config):

@@ -176,7 +176,7 @@ def test_truncation_and_padding_of_tokenizer_json_are_not_applied(tiny):
         ({"messages": [{"content": "hi"}]}, "message 1 must be an object with a role"),
         ({"messages": [{"role": "user"}]}, r"message 1 .user. has no text content"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "no token of this example is supervised"),
-        ({"prompt": "a", "completion": 3}, "completion must be a string, not int"),
+        ({"prompt": "a", "completion": 3}, "completion must be a string or a list of messages, not int"),
         ({"text": None}, r"fields 'text' .null. matches no known record format"),
         ({"text": 3}, "text must be a string"),
         ({"prompt": "only"}, "a prompt record has no text to supervise"),

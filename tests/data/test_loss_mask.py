@@ -199,6 +199,6 @@ def test_allow_empty_uses_a_separate_token_store(tiny, tmp_path):
 def test_hint_names_the_field_to_rename(tiny):
     with pytest.raises(
         DataError,
-        match="a prompt record has no text to supervise .*\n.*rename the fields: response -> completion",
+        match="a prompt record has no text to supervise .*\n.*set data.columns: {completion: response}",
     ):
         supervised(tiny[1], record(prompt="q", response="a"))

@@ -65,9 +65,46 @@ def test_split_may_have_several_parts(tmp_path):
         open_source(str(tmp_path))
 
 
+def test_directory_without_split_names_is_one_training_set(tmp_path):
+    write(tmp_path / "b.jsonl", "b")
+    (tmp_path / "a.txt").write_text("a")
+    for name in ("README.txt", ".hidden.jsonl", "dataset_infos.json", "notes.md"):
+        (tmp_path / name).write_text("not data")
+    assert texts(str(tmp_path)) == ["a", "b"]
+    with pytest.raises(DataError, match="has no valid file"):
+        open_source(str(tmp_path), split="valid")
+
+
+def test_glob_reads_matching_files_in_order(tmp_path):
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "b.jsonl", "b")
+    write(tmp_path / "a.jsonl", "a")
+    write(tmp_path / "deep" / "c.jsonl", "c")
+    assert texts(f"{tmp_path}/*.jsonl") == ["a", "b"]
+    assert texts(f"{tmp_path}/**/*.jsonl") == ["a", "b", "c"]
+    digest = open_source(f"{tmp_path}/*.jsonl").digest()
+    assert (
+        digest == open_source(f"{tmp_path}/?.jsonl").digest() != open_source(f"{tmp_path}/[a].jsonl").digest()
+    )
+    with pytest.raises(DataError, match=r"no file matches .*\*\.csv"):
+        open_source(f"{tmp_path}/*.csv")
+    write(tmp_path / "[x].jsonl", "literal")
+    assert texts(f"{tmp_path}/[x].jsonl") == ["literal"]
+
+
+def test_archive_error_says_to_unpack_it(tmp_path):
+    for name in ("a.zip", "a.tar.gz", "a.tgz"):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(DataError, match=r"cannot read .*\n.*unpack it"):
+            open_source(str(tmp_path / name))
+
+
 def test_ambiguous_directory_is_rejected(tmp_path):
     write(tmp_path / "data.jsonl", "a")
-    with pytest.raises(DataError, match=r"has no train file\n.*it contains data.jsonl; add train.jsonl"):
+    write(tmp_path / "valid.jsonl", "a")
+    with pytest.raises(
+        DataError, match=r"has no train file\n.*it contains data.jsonl, valid.jsonl; add train"
+    ):
         open_source(str(tmp_path))
     write(tmp_path / "train.jsonl", "a")
     write(tmp_path / "train.json", "a")

@@ -736,7 +736,7 @@ def test_directory_source_gives_each_key_its_split_and_skips_bad_records(tiny_di
     assert f"train: 3 bad records skipped ({data}/train.jsonl:10: not valid JSON" in log_text
     assert f"{data}/train.jsonl:11: no token of this example is supervised" in log_text
     assert f"valid: 3 bad records skipped ({data}/valid.jsonl:10" in log_text
-    assert "has a valid split, which is not used" not in log_text
+    assert "no validation data" not in log_text
     with pytest.raises(DataError, match=r"train.jsonl:10: not valid JSON"):
         whet.train(
             {
@@ -759,7 +759,7 @@ def test_unused_valid_split_is_logged_and_mixtures_and_formats_are_kept(tiny_dir
     config["data"].pop("test", None)
     result = whet.train(config)
     log_text = (result.directory / "log.txt").read_text()
-    assert f"{data} has a valid split, which is not used; set data.valid={data} to use it" in log_text
+    assert f"no validation data: set data.valid to {data}, which has a valid split" in log_text
     assert "8 examples, 48 tokens (40 supervised)" in log_text  # five letters and the end, without a template
     mixed = [{"source": str(data), "weight": 1}, {"source": "synth:house:8", "weight": 3}]
     config = run_config(tiny_directory, tmp_path, data={"train": mixed}, run={"name": "mixed"})
@@ -767,4 +767,6 @@ def test_unused_valid_split_is_logged_and_mixtures_and_formats_are_kept(tiny_dir
     assert (
         f"train: 0.25 {data} + 0.75 synth:house:8: 30 examples" in (result.directory / "log.txt").read_text()
     )
-    assert yaml.safe_load((result.directory / "config.yaml").read_text())["data"]["train"] == mixed
+    assert yaml.safe_load((result.directory / "config.yaml").read_text())["data"]["train"] == [
+        {**source, "columns": {}} for source in mixed
+    ]

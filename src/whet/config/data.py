@@ -2,9 +2,10 @@
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
+from pydantic import Strict as StrictMode
 
 from whet.config.section import KeyInfo, Positive, Section, Text, UsedWhen
 
@@ -19,6 +20,7 @@ class WeightedSource(Section):
     weight: float = Field(
         gt=0, description="share of the records drawn from this source, relative to the other weights"
     )
+    columns: dict[str, str] = Field({}, description="names of this source's columns, instead of data.columns")
 
 
 _IN_MEMORY_HINT = (
@@ -42,6 +44,8 @@ def _check_sources(value: Any) -> Any:  # Any: YAML values
     return value
 
 
+T = TypeVar("T")
+Strict = Annotated[T, StrictMode()]  # without conversion: a source in quotes stays text
 Sources = Text | list[Text] | list[WeightedSource]
 
 
@@ -85,11 +89,19 @@ class Data(Section):
     """The records of the run and how they become batches."""
 
     train: Sources = Field(
-        description="training records: a file, a directory, hf:NAME or synth:NAME:N; a list of these; "
-        "or a list of {source, weight} to mix"
+        description="training records: a file, a directory, a glob, hf:NAME or synth:NAME:N; a list of "
+        "these; or a list of {source, weight} to mix"
     )
-    valid: Sources | None = Field(
-        None, description="validation records, in the same forms as train; null: no validation"
+    valid: Strict[int] | Strict[float] | Sources | None = Field(
+        None,
+        union_mode="left_to_right",
+        description="validation records, in the same forms as train; or how many records to hold out of "
+        "train: a share below 1 or a count; null: no validation",
+    )
+    group: str | None = Field(
+        None,
+        description="record field whose values stay on one side of the split that data.valid makes; null: "
+        "records with the same prompt stay together",
     )
     test: Sources | None = Field(
         None, description="test records, evaluated once after training; null: no test evaluation"
@@ -99,6 +111,7 @@ class Data(Section):
         "messages",
         "preference",
         "completion",
+        "tokens",
         "classification",
         "tabular",
         "distrust",
@@ -107,6 +120,11 @@ class Data(Section):
     ] = Field("auto", description="format of the records; auto: the first format that matches their fields")
     on_bad_record: Literal["error", "skip"] = Field(
         "error", description="invalid records: stop with an error, or skip and count them"
+    )
+    columns: dict[str, str] = Field(
+        {},
+        description="names of columns in the sources, by whet's name of the field, such as "
+        "{prompt: question, completion: answer}",
     )
     ignore: list[str] = Field(
         [], description="fields of records and messages to ignore without reporting them as unread"
@@ -139,10 +157,23 @@ class Data(Section):
 
     @field_validator("train", "valid", "test")
     @classmethod
-    def _check_not_empty(cls, value: Sources | None) -> Sources | None:
-        if value is not None and not value:
+    def _check_not_empty(cls, value: Sources | float | None) -> Sources | float | None:
+        if value is not None and not isinstance(value, int | float) and not value:
             raise ValueError("name at least one source")
         return value
+
+    @field_validator("valid", mode="before")
+    @classmethod
+    def _check_held_out(cls, value: Any) -> Any:  # Any: YAML values
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not (0 < value < 1 or (isinstance(value, int) and value >= 1)):
+            raise ValueError("as a number, this must be a share between 0 and 1, or a count of records")
+        return value
+
+    @property
+    def held_out(self) -> float | None:
+        """How much of `train` is held out for validation: a share below 1, or a count of records."""
+        return self.valid if isinstance(self.valid, int | float) else None
 
     @model_validator(mode="after")
     def _check_curriculum_order(self) -> "Data":

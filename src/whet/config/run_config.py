@@ -178,6 +178,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_group(self) -> "RunConfig":
+        sections = [part.data for part in self.parts().values()] or [self.data]
+        is_split = isinstance(self.objective, ClassifyObjective)  # by objective.valid_share
+        if any(data.group is not None and data.held_out is None and not is_split for data in sections):
+            raise ValueError("data.group needs data.valid to be a share or a count of records to hold out")
+        return self
+
+    @model_validator(mode="after")
     def _check_early_stop(self) -> "RunConfig":
         early = self.eval.early_stop
         if early is not None and not self.has_validation:

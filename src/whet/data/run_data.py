@@ -21,6 +21,7 @@ from whet.data.sources.source import (
     Source,
     SourceSpec,
     directory_has_split,
+    is_source,
     open_source,
 )
 from whet.data.sources.splits import TRAINING_SPLITS, Split, training_entries
@@ -100,14 +101,27 @@ class RunData:
             order=data.order,
         )
         self.sources: dict[str, Source] = {
-            split: self._open(spec, split) for split in SPLITS if (spec := getattr(data, split)) is not None
+            split: self._open(spec, split) for split in SPLITS if is_source(spec := getattr(data, split))
         }
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
             self.sources["hard"] = self._open(curriculum.hard, "train")
+        if (size := self._held_out_size()) is not None:
+            from whet.data.sources.hold_out import HoldOut, split_sources
+
+            settings = HoldOut(size, run.seed, data.group, by_class=needs.labels is not None)
+            self.sources = split_sources(self.sources, settings)
+        self.warns_without_validation = True  # False for parts of a mix, if another part warns or validates
         self.held_out: Mapping[str, object] | None = None  # which training records are held out
         self.examples: dict[str, StoredExamples | StoredPairs] = {}
         self.prompts: dict[str, Prompts] = {}  # instead of examples, if the objective needs prompts
+
+    def _held_out_size(self) -> float | None:
+        """Return the share or number of records to hold out before tokenization, or None."""
+        data = self.config.data
+        if data.valid is None and data.group is not None:
+            return self.needs.valid_share or None  # of a classifier
+        return data.held_out
 
     def _open(self, spec: SourceSpec, split: Split) -> Source:
         data = self.config.data
@@ -117,6 +131,7 @@ class RunData:
             form=self.record_format,
             on_bad=data.on_bad_record,
             ignore=data.ignore,
+            columns=data.columns,
             given=self.python_sources,
         )
 
@@ -156,10 +171,24 @@ class RunData:
                 log.warning("%s: %s: %s", name, *warning)
             self._warn_about_unread(name, examples.store.notes["unread"])
         self.hold_out_validation()
+        self._log_validation()
+
+    def _log_validation(self) -> None:
+        """Log how many records are held out, or how to get validation data if there is none."""
         data = self.config.data
-        if data.valid is None and directory_has_split(data.train, "valid"):
+        by_split = self.prompts if self.needs.prompts else self.examples
+        if "valid" not in by_split:
+            if self.warns_without_validation:
+                warn_without_validation(data.train)
+        elif self._held_out_size() is not None:
+            held_out, remaining = len(by_split["valid"]), len(by_split["train"])
             log.info(
-                "%s has a valid split, which is not used; set data.valid=%s to use it", data.train, data.train
+                "valid: held out %d of %d %s of data.train, grouped by %s (seed %d)",
+                held_out,
+                held_out + remaining,
+                self.needs.unit,
+                data.group or "prompt",
+                self.config.run.seed,
             )
 
     def unread_field_warnings(self, unread: Unread) -> Iterator[tuple[str, str]]:
@@ -167,6 +196,7 @@ class RunData:
         curriculum, needs = self.config.data.curriculum, self.needs
         used = {
             "group",
+            *((self.config.data.group,) if self.config.data.group else ()),
             *needs.columns,
             *needs.scored_from,
             *(("label", "labels") if needs.labels is not None else ()),
@@ -351,6 +381,13 @@ class RunData:
             token_bytes=token_bytes(self.tokenizer, vocab_size=model.vocab_size),
         )
         return EvaluationSplit(batches, questions)
+
+
+def warn_without_validation(train: SourceSpec) -> None:
+    """Log that a run has no validation data, and how to get some."""
+    has_split = directory_has_split(train, "valid")
+    suggestion = f"{train}, which has a valid split" if has_split else "a source, or to a share such as 0.05"
+    log.warning("no validation data: set data.valid to %s", suggestion)
 
 
 def preparation_warnings(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON values

@@ -28,7 +28,9 @@ def count_small_dataset(config: RunConfig) -> DatasetCounts | None:
         return None
     try:
         data = RunData(
-            config.model_copy(update={"data": config.data.model_copy(update={"valid": None, "test": None})}),
+            config.model_copy(
+                update={"data": config.data.model_copy(update={"valid": config.data.held_out, "test": None})}
+            ),
             needs,
         )
         data.set_tokenizer(_tokenizer(config, data))

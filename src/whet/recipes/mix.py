@@ -48,6 +48,9 @@ class MixRecipe(Recipe[MixObjective]):
             name: RunData(recipe.config, recipe.needs(), today=today, given=self.given.data)
             for name, recipe in self.parts.items()
         }
+        is_validated = any("valid" in data.sources for data in parts.values())
+        for index, data in enumerate(parts.values()):
+            data.warns_without_validation = not (is_validated or index)
         return MixData(parts, self.weights)
 
     def check_models(self, b: Build) -> None:

@@ -24,7 +24,7 @@ from whet.data.inspect.problems import Problem
 from whet.data.inspect.step_facts import plan_steps
 from whet.data.inspect.token_text import TokenText
 from whet.data.run_data import SPLITS, RunData
-from whet.data.sources.source import open_source
+from whet.data.sources.source import is_source, open_source
 from whet.data.tokens.prompts import select_fitting_prompts
 from whet.errors import ConfigError, DataError, ModelError, WhetError
 from whet.hardware import choose_device, choose_precision
@@ -215,7 +215,7 @@ def _lenient_config(config: RunConfig) -> tuple[RunConfig | None, list[WhetError
     if data.too_long == "error":
         changes["too_long"] = "truncate"
     for split in SPLITS:
-        if (spec := getattr(data, split)) is not None:
+        if is_source(spec := getattr(data, split)):
             try:
                 open_source(spec, split=split, form=data.format)
             except DataError as error:

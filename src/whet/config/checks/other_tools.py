@@ -5,6 +5,8 @@ _SUPERVISE = "data.supervise (assistant, last or all) chooses the supervised tok
 _MODEL = "the model's name or path is `model`"
 _TRAIN = "the training records are data.train"
 _VALID = "validation records are a separate source, data.valid"
+_VALID_SHARE = "it is data.valid: a share below 1 or a count of records to hold out"
+_COLUMNS = "data.columns maps whet's field names to the columns of the records"
 _EPOCHS = "it is run.epochs or run.steps"
 _LENGTH = "it is data.max_length"
 _PRECISION = "it is run.precision (auto, fp32, bf16, fp16)"
@@ -41,8 +43,10 @@ OTHER_TOOLS = {
     **dict.fromkeys(
         ("dataset", "datasets", "dataset_name", "train_dataset", "train_file", "dataset_dir"), _TRAIN
     ),
+    **dict.fromkeys(("eval_dataset", "validation_file", "test_datasets"), _VALID),
+    **dict.fromkeys(("val_set_size", "val_size", "val_split"), _VALID_SHARE),
     **dict.fromkeys(
-        ("eval_dataset", "validation_file", "test_datasets", "val_set_size", "val_size", "val_split"), _VALID
+        ("field_messages", "dataset_text_field", "columns_mapping", "field_instruction"), _COLUMNS
     ),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"), _LENGTH),
     **dict.fromkeys(("packing", "sample_packing", "packed"), "it is data.pack"),

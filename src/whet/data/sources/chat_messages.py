@@ -22,15 +22,31 @@ _ROLE_OF_SPEAKER = {
     "model": "assistant",
     "system": "system",
     "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
 }
+_CALL_SPEAKERS = ("function_call", "tool_call")  # turns of the assistant whose value is a call as JSON
+_MEDIA_FIELDS = ("images", "videos", "audios")  # columns of other tools for media beside the text
 
 
 def parse_messages(fields: MessageFields, name: str) -> list[Message]:
-    """Return the validated messages in the field `name`."""
+    """Return the validated messages in the field `name`: objects with `role`, or ShareGPT turns."""
+    for media in _MEDIA_FIELDS:
+        if fields.get(media):
+            raise DataError(
+                f"the field {media} belongs to a multimodal model, and whet trains text models only",
+                hint=f"set data.ignore to [{media}] to train on the text alone",
+            )
     messages = fields[name]
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{name} must be a list with at least one message")
-    return [_parse_message(message, number) for number, message in enumerate(messages, start=1)]
+    parse = _parse_turn if _is_turn(messages[0]) else _parse_message
+    return [parse(message, number) for number, message in enumerate(messages, start=1)]
+
+
+def _is_turn(message: Any) -> bool:  # Any: a JSON value
+    """Return whether a message is written as a ShareGPT turn."""
+    return isinstance(message, dict) and "from" in message and "role" not in message
 
 
 def _parse_message(message: Any, number: int) -> Message:  # Any: a JSON value
@@ -74,8 +90,9 @@ def _join_text_parts(parts: list[Any], number: int) -> str:  # Any: JSON values
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(
-                f"message {number} has a content part that is not text ({kind})",
-                hint="whet trains on text only",
+                f"message {number} has a content part of type {kind}: that needs a multimodal model, and "
+                "whet trains text models only",
+                hint="remove the part, or set data.on_bad_record: skip to leave such records out",
             )
     return "".join(part["text"] for part in parts)
 
@@ -95,14 +112,8 @@ def without_fields(fields: MessageFields, names: Collection[str]) -> MessageFiel
 
 
 def parse_conversations(fields: MessageFields) -> list[Message]:
-    """Return the messages of `conversations`: ShareGPT turns (`from`, `value`) or ordinary messages."""
-    turns = fields["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise DataError("conversations must be a list with at least one turn")
-    if isinstance(turns[0], dict) and "role" in turns[0]:
-        messages = parse_messages(fields, "conversations")
-    else:
-        messages = [_parse_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+    """Return the messages of `conversations`, after the system message in `system`, if there is one."""
+    messages = parse_messages(fields, "conversations")
     system = fields.get("system")
     if isinstance(system, str) and system:
         messages.insert(0, {"role": "system", "content": system})
@@ -111,17 +122,45 @@ def parse_conversations(fields: MessageFields) -> list[Message]:
 
 def _parse_turn(turn: Any, number: int) -> Message:  # Any: a JSON value
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-        raise DataError(f"turn {number} of conversations must be an object with from and value")
-    speaker = turn.get("from")
-    if not isinstance(speaker, str) or speaker not in _ROLE_OF_SPEAKER:
-        raise DataError(
-            f"turn {number} of conversations has the unknown speaker {str(speaker)[:40]!r}",
-            hint=f"known speakers: {', '.join(_ROLE_OF_SPEAKER)}; write records with other roles as messages",
-        )
+        raise DataError(f"turn {number} must be an object with from and value")
     extra = {
         name: value for name, value in turn.items() if value is not None and name not in ("from", "value")
     }
-    return _normalize_mask({**extra, "role": _ROLE_OF_SPEAKER[speaker], "content": turn["value"]}, number)
+    return _normalize_mask({**extra, **_speech(turn, number)}, number)
+
+
+def _speech(turn: MessageFields, number: int) -> Message:
+    """Return the role and content of a ShareGPT turn, or the tool calls in it."""
+    speaker, value = turn.get("from"), turn["value"]
+    if speaker in _CALL_SPEAKERS:
+        return {"role": "assistant", "content": "", "tool_calls": _parse_calls(value, number)}
+    if not isinstance(speaker, str) or speaker not in _ROLE_OF_SPEAKER:
+        known = ", ".join((*_ROLE_OF_SPEAKER, *_CALL_SPEAKERS))
+        raise DataError(
+            f"turn {number} has the unknown speaker {str(speaker)[:40]!r}",
+            hint=f"known speakers: {known}; write records with other roles as messages",
+        )
+    return {"role": _ROLE_OF_SPEAKER[speaker], "content": value}
+
+
+def _parse_calls(value: str, number: int) -> list[Message]:
+    """Return the tool calls of a `function_call` turn: a JSON object with name and arguments, or a list."""
+    parsed = parse_json_text(value, f"turn {number} (function_call)")
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f"turn {number} (function_call) must be a JSON object with name and arguments, or a list of them"
+        )
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": _parse_arguments(call, number)}}
+        for call in calls
+    ]
+
+
+def _parse_arguments(call: MessageFields, number: int) -> Any:  # Any: a JSON value
+    arguments = call.get("arguments", {})
+    is_text = isinstance(arguments, str) and arguments.lstrip().startswith("{")
+    return parse_json_text(arguments, f"turn {number}: arguments") if is_text else arguments
 
 
 def parse_tools(fields: MessageFields) -> MessageFields:
@@ -134,6 +173,17 @@ def parse_tools(fields: MessageFields) -> MessageFields:
     if not isinstance(tools, list):
         raise DataError(f"tools must be a list, not {type(tools).__name__}")
     return {"tools": tools}
+
+
+def parse_bare_tools(fields: MessageFields) -> MessageFields:
+    """Return `tools` in OpenAI's form: ShareGPT records often describe functions without the wrapper."""
+    return {
+        name: [
+            {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool
+            for tool in tools
+        ]
+        for name, tools in parse_tools(fields).items()
+    }
 
 
 def split_pair(

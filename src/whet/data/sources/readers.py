@@ -1,10 +1,12 @@
 """One reader per file format. Readers stream rows in file order, each with its location."""
 
 import csv
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from whet.data.sources.compressed_files import (
     COMPRESSIONS,
@@ -14,7 +16,6 @@ from whet.data.sources.compressed_files import (
     open_data_file,
     strip_bom,
 )
-from whet.data.sources.json_array import CHUNK, iter_elements
 from whet.data.sources.record_formats import is_record
 from whet.data.sources.strict_json import JsonFields, parse_json_bytes, require_object
 from whet.data.sources.tables import iter_table_rows, record_from_cells
@@ -25,6 +26,10 @@ from whet.errors import DataError
 SourceRow = tuple[str, JsonFields] | DataError
 Reader = Callable[[Path], Iterator[SourceRow]]
 
+Columns = Mapping[str, str]  # whet's name of a field -> its name in the file
+_NO_COLUMNS: Columns = MappingProxyType({})
+
+_START_BYTES = 2**18  # of a .json file, to see what it contains
 PIECE_BYTES = 2**20  # of one plain-text record: longer files are split between lines
 MAX_OBJECT_BYTES = 2**28  # of a .json file with a single object, which is read at once
 
@@ -58,7 +63,7 @@ def _parse_line(line: bytes, origin: str) -> JsonFields:
 def read_json(path: Path) -> Iterator[SourceRow]:
     """Read a JSON array of objects, an object that contains one, a single record, or JSON Lines."""
     with open_data_file(path) as file:
-        start = strip_bom(file.read(CHUNK), path).lstrip()
+        start = strip_bom(file.read(_START_BYTES), path).lstrip()
     if start.startswith(b"["):
         yield from _read_list(path)
     elif start and _is_lines(path):
@@ -78,6 +83,8 @@ def _is_lines(path: Path) -> bool:
 
 
 def _read_list(path: Path) -> Iterator[SourceRow]:
+    from whet.data.sources.json_array import iter_elements
+
     with open_data_file(path) as file:
         for element in iter_elements(file, path):
             try:
@@ -106,17 +113,20 @@ def _read_object(path: Path) -> Iterator[SourceRow]:
         yield f"{path}#{number}", fields
 
 
-def read_csv(path: Path) -> Iterator[SourceRow]:
-    """Read comma-separated values with a header row. `tables` converts the cells."""
-    return _read_delimited(path, ",")
+def read_csv(path: Path, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
+    """Read comma-separated values with a header row. `tables` converts the cells.
+
+    `columns` renames columns in the header, because the name of a column decides how its cells are read.
+    """
+    return _read_delimited(path, ",", columns)
 
 
-def read_tsv(path: Path) -> Iterator[SourceRow]:
+def read_tsv(path: Path, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
     """Read tab-separated values with a header row."""
-    return _read_delimited(path, "\t")
+    return _read_delimited(path, "\t", columns)
 
 
-def _read_delimited(path: Path, delimiter: str) -> Iterator[SourceRow]:
+def _read_delimited(path: Path, delimiter: str, columns: Columns) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # a global setting of the csv module
     with open_data_file(path) as file:
         lines = LineReader(file, path)
@@ -130,7 +140,7 @@ def _read_delimited(path: Path, delimiter: str) -> Iterator[SourceRow]:
                 if row is None:
                     return
                 if header is None:
-                    header = _parse_header(row, origin) if row else None
+                    header = _rename_header(_parse_header(row, origin), columns) if row else None
                 elif row:
                     yield origin, record_from_cells(header, row, origin)
             except csv.Error as error:
@@ -155,6 +165,13 @@ def _parse_header(row: list[str], origin: str) -> list[str]:
             f"{origin}: the header must name each column exactly once, but is {', '.join(row)!r}"[:500]
         )
     return names
+
+
+def _rename_header(header: list[str], columns: Columns) -> list[str]:
+    """Return a header with whet's names; the name of a column that a renamed one replaces is empty."""
+    targets = {column: target for target, column in columns.items() if column in header}
+    replaced = set(targets.values()) - set(targets)
+    return ["" if name in replaced else targets.get(name, name) for name in header]
 
 
 def read_text(path: Path) -> Iterator[SourceRow]:
@@ -209,6 +226,9 @@ READERS: dict[str, Reader] = {
 }
 
 
+ARCHIVES = (".tar", ".tgz", ".zip", ".7z", ".bz2", ".xz")
+
+
 def split_file_name(path: Path) -> tuple[str, str]:
     """Return the stem and the format of a file name: `train.jsonl.gz` gives `train` and `.jsonl`."""
     name = path.name
@@ -225,25 +245,48 @@ def select_reader(path: Path) -> Reader:
     if suffix not in READERS:
         raise DataError(
             f"{path}: whet cannot read {suffix + ' files' if suffix else 'files without a suffix'}",
-            hint=f"supported: {', '.join(READERS)}, each optionally followed by .gz or .zst",
+            hint="unpack it, and name the directory or a pattern such as 'data/*.jsonl'"
+            if suffix in ARCHIVES or path.suffix.lower() in ARCHIVES
+            else f"supported: {', '.join(READERS)}, each optionally followed by .gz or .zst",
         )
     return READERS[suffix]
 
 
 @dataclass(frozen=True)
 class SourceContent:
-    """The content of a source: functions that return its rows, from the start, and its digest."""
+    """The content of a source: functions that return its rows, from the start, and its digest.
+
+    `rename` returns the rows with renamed columns, where renaming the fields afterwards would be too late.
+    """
 
     rows: Callable[[], Iterator[SourceRow]]
     digest: Callable[[], str]
+    rename: Callable[[Columns], Iterator[SourceRow]] | None = None
 
 
 def files_content(paths: Sequence[Path]) -> SourceContent:
     """Return the rows of several files, one file after the other."""
     readers = [(select_reader(path), path) for path in paths]
     return SourceContent(
-        rows=lambda: (row for read, path in readers for row in read(path)), digest=lambda: digest_files(paths)
+        rows=lambda: (row for read, path in readers for row in read(path)),
+        digest=lambda: digest_files(paths),
+        rename=lambda columns: (row for read, path in readers for row in _read_renamed(read, path, columns)),
     )
+
+
+def _read_renamed(read: Reader, path: Path, columns: Columns) -> Iterator[SourceRow]:
+    if read in (read_csv, read_tsv):
+        return functools.partial(read, columns=columns)(path)
+    return (
+        row if isinstance(row, DataError) else (row[0], rename_fields(row[1], columns)) for row in read(path)
+    )
+
+
+def rename_fields(fields: JsonFields, columns: Columns) -> JsonFields:
+    """Return a record with renamed fields. A column that the record lacks changes nothing."""
+    renamed = {target: fields[column] for target, column in columns.items() if fields.get(column) is not None}
+    sources = {columns[target] for target in renamed}
+    return {name: value for name, value in fields.items() if name not in sources} | renamed
 
 
 def digest_files(paths: Sequence[Path]) -> str:

@@ -6,18 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from whet.data.sources.chat_messages import (
-    Message,
-    parse_conversations,
-    parse_messages,
-    parse_tools,
-    split_pair,
+from whet.data.sources.chat_messages import parse_messages, parse_tools
+from whet.data.sources.peer_formats import (
+    Fields,
+    read_alpaca,
+    read_alpaca_preference,
+    read_completion,
+    read_openai_preference,
+    read_preference,
+    read_sharegpt,
+    read_sharegpt_preference,
+    read_tokens,
+    require_string,
 )
 from whet.errors import DataError
 
-Fields = dict[str, Any]  # Any: JSON values
 FormatName = Literal[
-    "messages", "preference", "completion", "classification", "tabular", "distrust", "text", "prompt"
+    "messages",
+    "preference",
+    "completion",
+    "tokens",
+    "classification",
+    "tabular",
+    "distrust",
+    "text",
+    "prompt",
 ]
 
 
@@ -25,7 +38,8 @@ FormatName = Literal[
 class RecordFormat:
     """A record format: the fields that identify it, and the function that validates them.
 
-    `read` returns the fields of the format in normalized form. Its DataErrors do not yet name the record.
+    `read` returns the fields of the format in normalized form. Its DataErrors do not yet name the record. If
+    it returns messages, the record is a conversation, whatever the format is called.
     """
 
     name: FormatName
@@ -47,17 +61,16 @@ def detect_format(fields: Fields) -> RecordFormat:
     record_format = _detect_by_names(tuple(name for name, value in fields.items() if value is not None))
     if record_format is not None:
         return record_format
-    raise DataError(
-        f"a record with the fields {describe_fields(fields)} matches no known record format",
-        hint=_format_hint(fields),
-    )
+    raise _no_format_error(fields)
 
 
 @functools.lru_cache(maxsize=1024)
 def _detect_by_names(names: tuple[str, ...]) -> RecordFormat | None:
     """Return the first format whose required fields are in `names`. Cached: files are mostly uniform."""
+    *formats, prompt = RECORD_FORMATS
     return next(
-        (record_format for record_format in RECORD_FORMATS if set(record_format.required) <= set(names)), None
+        (each for each in (*formats, _STEPWISE, prompt) if set(each.required) <= set(names)),
+        None,
     )
 
 
@@ -75,7 +88,8 @@ def normalize_record(fields: Fields, name: FormatName | None = None) -> tuple[Fo
     """
     record_format = find_format(fields, name)
     present = {key: value for key, value in fields.items() if value is not None}
-    return record_format.name, {**present, **record_format.read(present)}
+    normalized = record_format.read(present)
+    return "messages" if "messages" in normalized else record_format.name, {**present, **normalized}
 
 
 def find_format(fields: Fields, name: FormatName | None = None) -> RecordFormat:
@@ -90,9 +104,12 @@ def _find_named(fields: Fields, name: FormatName) -> RecordFormat:
     required = " or ".join(
         " + ".join(record_format.required) for record_format in RECORD_FORMATS if record_format.name == name
     )
+    candidates = [record_format for record_format in RECORD_FORMATS if record_format.name == name]
+    nearest = min(candidates, key=lambda record_format: len(_missing(record_format, fields)))
     raise DataError(
         f"a record with the fields {describe_fields(fields)} "
-        f"lacks the fields that data.format {name} needs: {required}"
+        f"lacks the fields that data.format {name} needs: {required}",
+        hint=renaming_hint(fields, *nearest.required) or None,
     )
 
 
@@ -100,47 +117,12 @@ def _read_messages(fields: Fields) -> Fields:
     return {"messages": parse_messages(fields, "messages"), **parse_tools(fields)}
 
 
-def _read_sharegpt(fields: Fields) -> Fields:
-    return {"messages": parse_conversations(fields), **parse_tools(fields)}
-
-
-def _read_preference(fields: Fields) -> Fields:
-    """Normalize prompt, chosen and rejected: all three are text, or all three are messages."""
-    prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if prompt is None:
-            raise DataError("chosen and rejected are text, and the record has no prompt")
-        if isinstance(prompt, str):
-            return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **parse_tools(fields)}
-    completions = [_as_messages(fields, name, role="assistant") for name in ("chosen", "rejected")]
-    prompt_messages = None if prompt is None else _as_messages(fields, "prompt", role="user")
-    prompt, chosen, rejected = split_pair(prompt_messages, *completions)
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **parse_tools(fields)}
-
-
-def _as_messages(fields: Fields, name: str, *, role: str) -> list[Message]:
-    if isinstance(fields[name], str):
-        return [{"role": role, "content": fields[name]}]
-    return parse_messages(fields, name)
-
-
-def _read_completion(fields: Fields) -> Fields:
-    texts = {name: _require_string(fields, name) for name in ("prompt", "completion")}
-    return {**texts, **parse_tools(fields)}
-
-
-def _read_alpaca(fields: Fields) -> Fields:
-    """Build the prompt from the instruction and, if present, an empty line and the input."""
-    for name in ("system", "history"):
-        if fields.get(name):
-            raise DataError(
-                f"the field {name} of Alpaca records is not supported",
-                hint="write the record as messages with the roles system, user and assistant",
-            )
-    prompt = _require_string(fields, "instruction")
-    if fields.get("input"):
-        prompt = f"{prompt}\n\n{_require_string(fields, 'input')}"
-    return {"prompt": prompt, "completion": _require_string(fields, "output"), **parse_tools(fields)}
+def _read_stepwise(_: Fields) -> Fields:
+    raise DataError(
+        "completions with labels are stepwise supervision for a process reward model, which whet does not "
+        "train",
+        hint="keep the correct completions as prompt and completion",
+    )
 
 
 def _read_label(fields: Fields) -> Fields:
@@ -152,7 +134,7 @@ def _read_label(fields: Fields) -> Fields:
             if isinstance(label, float)
             else None,
         )
-    return {"input": _require_string(fields, "input"), "label": label}
+    return {"input": require_string(fields, "input"), "label": label}
 
 
 def _read_labels(fields: Fields) -> Fields:
@@ -165,7 +147,7 @@ def _read_labels(fields: Fields) -> Fields:
             "labels must be a list of class names, of integers >= 0, or of one number from 0 to 1 per class, "
             f"not {_short_repr(labels)}"
         )
-    return {"input": _require_string(fields, "input"), "labels": labels}
+    return {"input": require_string(fields, "input"), "labels": labels}
 
 
 def _is_class_index(label: Any) -> bool:  # Any: a JSON value
@@ -198,14 +180,14 @@ def _read_distrust(fields: Fields) -> Fields:
         raise DataError(f"auth_weight must be from 0 to 0.99, not {weight:g}")
     if entropy < 0:
         raise DataError(f"prov_entropy must not be negative, but is {entropy:g}")
-    return {"text": _require_string(fields, "text"), "auth_weight": weight, "prov_entropy": entropy}
+    return {"text": require_string(fields, "text"), "auth_weight": weight, "prov_entropy": entropy}
 
 
 def _read_text(fields: Fields) -> Fields:
     for field, partner in (("auth_weight", "prov_entropy"), ("prov_entropy", "auth_weight")):
         if fields.get(field) is not None and fields.get(partner) is None:
             raise DataError(f"the record has {field} but not {partner}", hint="set both fields, or neither")
-    return {"text": _require_string(fields, "text")}
+    return {"text": require_string(fields, "text")}
 
 
 def _read_prompt(fields: Fields) -> Fields:
@@ -214,24 +196,33 @@ def _read_prompt(fields: Fields) -> Fields:
 
 
 def _read_question(fields: Fields) -> Fields:
-    return {"prompt": _require_string(fields, "question"), **parse_tools(fields)}
+    return {"prompt": require_string(fields, "question"), **parse_tools(fields)}
 
 
 def _with_text_as_input(read: Callable[[Fields], Fields]) -> Callable[[Fields], Fields]:
     return lambda fields: read({**fields, "input": fields["text"]})
 
 
+_PAIR = ("chosen", "rejected", "tools")
+_ALPACA = ("instruction", "input", "system", "history", "tools")
 # Formats are tried in this order.
 RECORD_FORMATS = (
     RecordFormat("messages", ("messages",), _read_messages, ("messages", "tools")),
-    RecordFormat("messages", ("conversations",), _read_sharegpt, ("conversations", "system", "tools")),
     RecordFormat(
-        "preference", ("chosen", "rejected"), _read_preference, ("prompt", "chosen", "rejected", "tools")
+        "preference",
+        ("conversations", "chosen", "rejected"),
+        read_sharegpt_preference,
+        ("conversations", "system", *_PAIR),
     ),
-    RecordFormat("completion", ("prompt", "completion"), _read_completion, ("prompt", "completion", "tools")),
+    RecordFormat("messages", ("conversations",), read_sharegpt, ("conversations", "system", "tools")),
     RecordFormat(
-        "completion", ("instruction", "output"), _read_alpaca, ("instruction", "input", "output", "tools")
+        "preference", ("instruction", "chosen", "rejected"), read_alpaca_preference, (*_ALPACA, *_PAIR)
     ),
+    RecordFormat("preference", ("chosen", "rejected"), read_preference, ("prompt", *_PAIR)),
+    RecordFormat("preference", ("input", "preferred_output", "non_preferred_output"), read_openai_preference),
+    RecordFormat("completion", ("prompt", "completion"), read_completion, ("prompt", "completion", "tools")),
+    RecordFormat("completion", ("instruction", "output"), read_alpaca, (*_ALPACA, "output")),
+    RecordFormat("tokens", ("input_ids",), read_tokens, ("input_ids", "labels", "attention_mask")),
     RecordFormat("classification", ("input", "label"), _read_label),
     RecordFormat("classification", ("input", "labels"), _read_labels),
     RecordFormat("tabular", ("features", "target"), _read_tabular),
@@ -239,55 +230,83 @@ RECORD_FORMATS = (
     RecordFormat("text", ("text",), _read_text),
     RecordFormat("prompt", ("prompt",), _read_prompt, ("prompt", "tools")),
 )
+# Recognized, to refuse it with a reason.
+_STEPWISE = RecordFormat("prompt", ("completions", "labels"), _read_stepwise)
 # Only if the config asks for classification: otherwise text with a label counts as plain text.
 _TEXT_AND_LABEL = RecordFormat("classification", ("text", "label"), _with_text_as_input(_read_label))
 _TEXT_AND_LABELS = RecordFormat("classification", ("text", "labels"), _with_text_as_input(_read_labels))
 # Only if the config asks for prompts: the answer to a question may be in any field.
 _QUESTION = RecordFormat("prompt", ("question",), _read_question, ("question", "tools"))
 
-# Field names of other tools; used only in hints, because a guess may be wrong.
+# Field names of other tools; only suggested for data.columns, because a guess may be wrong.
 _ALIASES = {
-    "completion": ("answer", "response", "output", "reply", "completions", "solution", "target"),
-    "prompt": ("question", "query", "instruction", "input", "prompts"),
+    "completion": ("answer", "response", "output", "reply", "completions", "solution", "target", "assistant"),
+    "prompt": ("question", "query", "instruction", "input", "prompts", "problem", "user"),
     "text": ("content", "document", "body", "texts"),
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns"),
-    "chosen": ("accepted", "preferred", "response_chosen"),
-    "rejected": ("dispreferred", "response_rejected"),
+    "chosen": ("accepted", "preferred", "response_chosen", "positive"),
+    "rejected": ("dispreferred", "response_rejected", "negative"),
     "input": ("sentence",),
     "label": ("class", "category"),
+    "input_ids": ("tokens", "token_ids"),
 }
 
 
-def _format_hint(fields: Fields) -> str:
-    renaming = renaming_hint(fields, *_ALIASES)
-    known = dict.fromkeys(" + ".join(record_format.required) for record_format in RECORD_FORMATS)
-    return f"{renaming + '; ' if renaming else ''}known formats: {'; '.join(known)}"
+def _no_format_error(fields: Fields) -> DataError:
+    """Return the error for a record of no format: the nearest format, what it lacks, and how to map it."""
+    problem = f"a record with the fields {describe_fields(fields)} matches no known record format"
+    nearest = min(RECORD_FORMATS, key=lambda record_format: _distance(record_format, fields))
+    missing = _missing(nearest, fields)
+    present = {name for name, value in fields.items() if value is not None}
+    renaming = renaming_hint(fields, *nearest.required)
+    if not renaming and present.isdisjoint(nearest.required):
+        known = dict.fromkeys(" + ".join(record_format.required) for record_format in RECORD_FORMATS)
+        return DataError(
+            problem,
+            hint="name your columns, as in data.columns: {prompt: question, completion: answer}; known "
+            f"formats: {'; '.join(known)}",
+        )
+    return DataError(
+        f"{problem}; the nearest, {nearest.name} ({' + '.join(nearest.required)}), lacks "
+        f"{' and '.join(missing)}",
+        hint=renaming or f"add {' and '.join(missing)}, or map the columns with data.columns",
+    )
+
+
+def _distance(record_format: RecordFormat, fields: Fields) -> tuple[int, int, int]:
+    """Return how far a record is from a format: fields without a candidate, candidates, fields present."""
+    missing = _missing(record_format, fields)
+    unmatched = len(missing) - len(_find_aliases(fields, *missing))
+    return unmatched, -len(record_format.required) if not unmatched else 0, len(missing)
+
+
+def _missing(record_format: RecordFormat, fields: Fields) -> list[str]:
+    return [name for name in record_format.required if fields.get(name) is None]
+
+
+def _find_aliases(fields: Fields, *names: str) -> dict[str, str]:
+    """Return the fields that look like the fields in `names`; no field is used twice."""
+    by_lowercase = {name.lower(): name for name, value in fields.items() if value is not None}
+    aliases: dict[str, str] = {}
+    for name in names:
+        for alias in _ALIASES.get(name, ()):
+            if alias in by_lowercase and by_lowercase[alias] not in aliases.values():
+                aliases[name] = by_lowercase[alias]
+                break
+    return aliases
 
 
 def renaming_hint(fields: Fields, *names: str) -> str:
-    """Return a hint to rename fields to the missing ones of `names`; empty if no field is a known alias."""
-    by_lowercase = {name.lower(): name for name in fields}
-    renamings = [
-        f"{by_lowercase[alias]} -> {name}"
-        for name in names
-        if name not in fields
-        for alias in _ALIASES[name]
-        if alias in by_lowercase
-    ]
-    return f"rename the fields: {', '.join(renamings)}" if renamings else ""
+    """Return the data.columns that map a record to the fields in `names`; empty if no field looks alike."""
+    aliases = _find_aliases(fields, *(name for name in names if fields.get(name) is None))
+    columns = ", ".join(f"{name}: {field}" for name, field in aliases.items())
+    return f"set data.columns: {{{columns}}}" if columns else ""
 
 
 def describe_fields(fields: Fields) -> str:
     """Return the names of a record's fields for messages: at most 20, each shortened to 40 characters."""
     names = [repr(name[:40]) + (" (null)" if value is None else "") for name, value in fields.items()]
     return ", ".join([*names[:20], *(["..."] if len(names) > 20 else [])]) or "none"
-
-
-def _require_string(fields: Fields, name: str) -> str:
-    value = fields[name]
-    if not isinstance(value, str):
-        raise DataError(f"{name} must be a string, not {type(value).__name__}")
-    return value
 
 
 def require_number(value: Any, name: str) -> float:  # Any: a JSON value

@@ -4,15 +4,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import missing_path_error
-from whet.data.sources.readers import SourceContent, SourceRow, digest_text, files_content
+from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import FormatName, find_format, normalize_record
-from whet.data.sources.splits import Split, directory_content, has_split
+from whet.data.sources.splits import Split, directory_content, glob_content, has_split
 from whet.errors import DataError
 from whet.lazy_import import load_object
 
@@ -31,6 +31,7 @@ DIRECTORY_READERS = {
 }
 
 HUB_PREFIXES = ("hf:", "hf-stream:")
+_HUB_ADDRESSES = ("hf://datasets/", "hf://")  # other spellings of hf:
 MAX_REASONS = 100  # for `whet data --check`, which lists them
 MAX_LOGGED_REASONS = 5  # in a log line
 
@@ -198,16 +199,20 @@ def open_source(
     form: Format = "auto",
     on_bad: OnBad = "error",
     ignore: Collection[str] = (),
+    columns: Columns = MappingProxyType({}),
     given: GivenRows = MappingProxyType({}),
 ) -> Source:
     """Open the source that a config names.
 
     Args:
-        spec: A path, `hf:NAME`, `synth:NAME`, a placeholder, or a list of these, optionally with weights.
+        spec: A path, a glob, `hf:NAME`, `synth:NAME`, a placeholder, or a list of these, optionally with
+            weights.
         split: The split to read if the source has several.
         form: The record format to require; `auto` detects the format of each record.
         on_bad: `error` raises a DataError for a bad record; `skip` skips it and counts it in `skipped`.
         ignore: Names of fields that are removed from all records and messages.
+        columns: Names of fields to rename: whet's name -> the name in the source. A source of a weighted
+            list can have its own.
         given: Records passed from Python, for placeholders of the form `python:NAME:HASH`.
 
     Returns:
@@ -218,13 +223,27 @@ def open_source(
     """
     if isinstance(spec, str):
         content = _placeholder_content(spec, given) or _content(spec, split)
+        if columns:
+            from whet.data.sources.columns import rename_columns
+
+            content = rename_columns(content, columns, name=spec)
         return SingleSource(spec, content, form=form, on_bad=on_bad, ignore=ignore)
-    parts = [part if isinstance(part, str) else part.source for part in spec]
+    parts = [
+        (part, columns) if isinstance(part, str) else (part.source, part.columns or columns) for part in spec
+    ]
     sources = [
-        open_source(part, split=split, form=form, on_bad=on_bad, ignore=ignore, given=given) for part in parts
+        open_source(
+            part, split=split, form=form, on_bad=on_bad, ignore=ignore, columns=part_columns, given=given
+        )
+        for part, part_columns in parts
     ]
     weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
     return CombinedSource(sources, weights or None)
+
+
+def is_source(value: SourceSpec | float | None) -> TypeGuard[SourceSpec]:
+    """Return whether the value of a data key names a source; a number holds out a part of data.train."""
+    return value is not None and not isinstance(value, int | float)
 
 
 def directory_has_split(spec: SourceSpec, split: Split) -> bool:
@@ -256,18 +275,27 @@ def _content(spec: str, split: Split) -> SourceContent:
     if spec.startswith(HUB_PREFIXES):
         from whet.data.sources.hf_datasets import hub_content
 
-        return hub_content(spec, split)
+        address = next((prefix for prefix in _HUB_ADDRESSES if spec.startswith(prefix)), "hf:")
+        return hub_content(f"hf:{spec.removeprefix(address)}" if "//" in address else spec, split)
     path = Path(spec).expanduser()
     if path.is_dir():
-        from whet.data.sources.hf_datasets import is_saved_dataset, saved_content
+        return _directory_content(path, split)
+    return (None if path.exists() else glob_content(spec)) or _file_content(path)
 
-        if is_saved_dataset(path):
-            return saved_content(path, split)
-        for name, reader in DIRECTORY_READERS.items():
-            if (path / name).exists():
-                content: SourceContent = load_object(reader)(path)
-                return content
-        return directory_content(path, split)
+
+def _directory_content(path: Path, split: Split) -> SourceContent:
+    from whet.data.sources.hf_datasets import is_saved_dataset, saved_content
+
+    if is_saved_dataset(path):
+        return saved_content(path, split)
+    for name, reader in DIRECTORY_READERS.items():
+        if (path / name).exists():
+            content: SourceContent = load_object(reader)(path)
+            return content
+    return directory_content(path, split)
+
+
+def _file_content(path: Path) -> SourceContent:
     if not path.exists():
         raise missing_path_error(path)
     if not path.is_file():

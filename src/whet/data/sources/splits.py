@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -17,6 +18,7 @@ SPLIT_ALIASES: dict[Split, tuple[str, ...]] = {
     "valid": ("valid", "validation", "val", "dev", "eval"),
     "test": ("test",),
 }
+_NOT_DATA = re.compile(r"\.|(readme|license|dataset_infos?)\b", re.IGNORECASE)  # names of files beside data
 TRAINING_SPLITS = ("train", "hard")  # hard: the hard records of a curriculum
 
 
@@ -40,7 +42,14 @@ def select_split_name(split: Split, names: Iterable[str], source: str) -> str:
 
 
 def directory_content(directory: Path, split: Split) -> SourceContent:
-    """Return the file of a split in a directory, or its numbered parts (`train-00000-of-00002.parquet`)."""
+    """Return the files of a split in a directory.
+
+    That is the file named after the split, or its numbered parts (`train-00000-of-00002.parquet`). If no file
+    is named after any split, all data files of the directory are training records.
+    """
+    is_unsplit = not any(_candidates(directory, name) for name in SPLIT_ALIASES)
+    if split == "train" and is_unsplit and (data_files := _data_files(directory)):
+        return many_files_content(data_files)
     paths = _find_files(directory, split)
     content = files_content(paths)
     _, suffix = split_file_name(paths[0])
@@ -48,6 +57,37 @@ def directory_content(directory: Path, split: Split) -> SourceContent:
         return content
     # the same bytes read as another format are different records
     return replace(content, digest=lambda: digest_text(f"{suffix} {content.digest()}"))
+
+
+def many_files_content(paths: list[Path]) -> SourceContent:
+    """Return the records of several files, perhaps of different formats, one file after the other."""
+    content = files_content(paths)
+    suffixes = " ".join(split_file_name(path)[1] for path in paths)
+    return replace(content, digest=lambda: digest_text(f"{suffixes} {content.digest()}"))
+
+
+def glob_content(pattern: str) -> SourceContent | None:
+    """Return the records of the files that a pattern such as `data/*.jsonl` matches, or None for a name."""
+    if not has_magic(pattern):
+        return None
+    expanded = str(Path(pattern).expanduser())
+    matches = sorted(glob(expanded, recursive=True))  # noqa: PTH207  # Path.glob takes no absolute pattern
+    files = [Path(name) for name in matches if Path(name).is_file()]
+    if not files:
+        raise DataError(
+            f"no file matches {pattern}",
+            hint="relative patterns are resolved against the working directory; ** matches subdirectories",
+        )
+    return many_files_content(files)
+
+
+def _data_files(directory: Path) -> list[Path]:
+    """Return the files of a directory that contain records, by name. Hidden files and READMEs do not."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_file() and split_file_name(path)[1] in READERS and not _NOT_DATA.match(path.name)
+    ]
 
 
 def has_split(directory: Path, split: Split) -> bool:

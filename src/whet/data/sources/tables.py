@@ -9,12 +9,24 @@ from whet.data.sources.strict_json import JsonFields, parse_json_text
 from whet.errors import DataError
 
 NUMBER_COLUMNS = ("auth_weight", "prov_entropy", "target")
-JSON_COLUMNS = ("messages", "conversations", "tools", "features", "labels")
-TEXT_OR_MESSAGES_COLUMNS = ("prompt", "chosen", "rejected")
+JSON_COLUMNS = (
+    "messages",
+    "conversations",
+    "tools",
+    "features",
+    "labels",
+    "history",
+    "input_ids",
+    "attention_mask",
+)
+TEXT_OR_MESSAGES_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 
 
 def record_from_cells(header: list[str], row: list[str], origin: str) -> JsonFields:
-    """Return a CSV row as a record. Cells are text, except in columns of numbers, lists or messages."""
+    """Return a CSV row as a record. Cells are text, except in columns of numbers, lists or messages.
+
+    Columns with an empty name are left out.
+    """
     if len(row) != len(header):
         raise DataError(
             f"{origin}: the row has {len(row)} cells, but the header names {len(header)} columns",
@@ -28,7 +40,7 @@ def record_from_cells(header: list[str], row: list[str], origin: str) -> JsonFie
         if not cell.isascii() and any("\ud800" <= character <= "\udfff" for character in cell):
             raise DataError(f"{origin}: column {name} is not UTF-8 text")
     cells = ((name, _parse_cell(name, cell, origin)) for name, cell in zip(header, row, strict=True))
-    return {name: value for name, value in cells if value is not None}
+    return {name: value for name, value in cells if name and value is not None}
 
 
 def _parse_cell(name: str, cell: str, origin: str) -> Any:  # Any: a JSON value

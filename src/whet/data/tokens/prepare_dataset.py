@@ -14,17 +14,17 @@ from typing import Any
 
 from whet.data.class_labels import ClassLabels
 from whet.data.sources.record_formats import describe_fields, require_number
-from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source
+from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source, validate_record
 from whet.data.tokens.chat_template import Renderer, Rendering, Supervise
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
-from whet.data.tokens.tokenize import Encoder, Question
+from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 6  # of rendering and encoding; a new version invalidates all stores
+VERSION = 7  # of rendering and encoding; a new version invalidates all stores
 _LABELS_VERSION = 1  # of `ClassLabels`; 1 supports soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # per chunk: bounds memory, and is enough to occupy all threads
@@ -47,7 +47,15 @@ def encode_records(
         DataError: A record cannot be rendered, or has no supervised token.
     """
     renderer, encoder = Renderer(tokenizer, supervise=supervise), Encoder(tokenizer)
-    return [encoder.encode_one(renderer.render(record)) for record in records]
+    return [encoder.encode_one(_render(renderer, record)) for record in records]
+
+
+def _render(renderer: Renderer, record: Record) -> Rendering:
+    """Return the text of a record, or its token ids if it is already tokenized."""
+    record = record if record.record_format else validate_record(record)
+    if record.record_format == "tokens":
+        return render_tokens(record, supervise=renderer.supervise)
+    return renderer.render(record)
 
 
 @dataclass
@@ -122,7 +130,8 @@ class Preparation:
         questions = []
         for record in source:
             try:
-                prompt = self.renderer.render_question(record)
+                is_tokenized = record.record_format == "tokens"
+                prompt = None if is_tokenized else self.renderer.render_question(record)
                 if prompt is not None:
                     questions.append(replace(self.encoder.encode_question(prompt), record=record.fields))
             except DataError:  # counted when the source was tokenized
@@ -216,11 +225,9 @@ class Preparation:
     def _render_group(self, record: Record) -> tuple[Rendering, ...]:
         if self.pairs:
             return self.renderer.render_pair(record)
-        return (
-            self.renderer.render(record)
-            if self.labels is None
-            else self.renderer.render_classification(record),
-        )
+        if self.labels is not None:
+            return (self.renderer.render_classification(record),)
+        return (_render(self.renderer, record),)
 
     def _column_values(self, record: Record) -> tuple[float, ...]:
         columns = tuple(_require_column(record, name) for name in self.columns)

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from whet.data.tokens.chat_template import RenderedPrompt, Rendering
+from whet.data.sources.source import Record
+from whet.data.tokens.chat_template import RenderedPrompt, Rendering, Supervise
 from whet.data.tokens.examples import Example
 from whet.data.tokens.long_texts import MAX_WINDOW_CHARS, Tokens, encode_long
 from whet.data.tokens.loss_mask import tokens_inside
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.errors import DataError
+
+_IGNORED = -100  # the label of a token that is not supervised, as in PyTorch's cross-entropy
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,31 @@ class Question:
     origin: str
     group: str | None = None
     record: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values
+
+
+@dataclass(frozen=True)
+class PretokenizedRendering(Rendering):
+    """The token ids of a record, with its loss mask, in place of a text."""
+
+    ids: tuple[int, ...] = ()
+    supervised: tuple[bool, ...] = ()
+
+    def to_example(self) -> Example | DataError:
+        """Return the ids as an example. No special token is added."""
+        mask = np.array(self.supervised, dtype=bool)
+        if not mask[1:].any():
+            return DataError(
+                f"{self.origin}: no token of this example is supervised",
+                hint="it needs labels other than -100",
+            )
+        return Example(np.array(self.ids, dtype=np.uint32), mask, self.origin, self.values)
+
+
+def render_tokens(record: Record, *, supervise: Supervise) -> PretokenizedRendering:
+    """Return the ids of a `tokens` record; its labels are the loss mask, unless everything is supervised."""
+    ids, labels = record.fields["input_ids"], record.fields["labels"]
+    supervised = tuple(supervise == "all" or label != _IGNORED for label in labels)
+    return PretokenizedRendering("", (), True, False, record.origin, ids=tuple(ids), supervised=supervised)
 
 
 class Encoder:
@@ -56,7 +84,11 @@ class Encoder:
     ) -> list[Example | DataError]:
         """Return the examples for the encodings that `tokenize_batch` returned."""
         return [
-            encoding if isinstance(encoding, DataError) else self._to_example(rendering, encoding)
+            rendering.to_example()
+            if isinstance(rendering, PretokenizedRendering)
+            else encoding
+            if isinstance(encoding, DataError)
+            else self._to_example(rendering, encoding)
             for rendering, encoding in zip(renderings, encodings, strict=True)
         ]
 
@@ -76,13 +108,17 @@ class Encoder:
         return Question(tokens.tolist(), prompt.question, prompt.answer, prompt.prompt.origin, prompt.group)
 
     def tokenize_batch(self, renderings: Sequence[Rendering]) -> list[Any]:
-        """Tokenize texts. Return an encoding or an error for each.
+        """Tokenize texts. Return an encoding or an error for each, and None for records that are tokenized.
 
         Most of the work is done here, without holding the GIL. Any: tokenizers' Encoding, or a DataError.
         """
         encodings: list[Any] = [None] * len(renderings)
         for is_plain in (False, True):
-            indices = [index for index, rendering in enumerate(renderings) if rendering.is_plain is is_plain]
+            indices = [
+                index
+                for index, rendering in enumerate(renderings)
+                if rendering.is_plain is is_plain and not isinstance(rendering, PretokenizedRendering)
+            ]
             batch = [renderings[index] for index in indices]
             for index, encoding in zip(indices, self._encode_batch(batch, special=is_plain), strict=True):
                 encodings[index] = encoding

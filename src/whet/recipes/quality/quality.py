@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,8 +17,9 @@ from whet.config.quality import Quality, RegressionObjective
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch
 from whet.data.packing import StepSettings
-from whet.data.run_data import SPLITS, EvaluationSplit
-from whet.data.sources.source import GivenRows, Source, SourceSpec, open_source
+from whet.data.run_data import SPLITS, EvaluationSplit, warn_without_validation
+from whet.data.sources.hold_out import HoldOut, split_sources
+from whet.data.sources.source import GivenRows, Source, SourceSpec, is_source, open_source
 from whet.errors import ConfigError
 from whet.hardware import Precision, choose_device
 from whet.model_io.fingerprints import weights_digest
@@ -76,10 +77,22 @@ class RowData:
             run.batch_size, run.batch_tokens, run.micro_batch_tokens, pack=True, order=data.order
         )
         self.sources: dict[RowSplit, Source] = {
-            split: open_source(spec, split=split, form="tabular", on_bad=data.on_bad_record, given=given)
+            split: open_source(
+                spec,
+                split=split,
+                form="tabular",
+                on_bad=data.on_bad_record,
+                columns=data.columns,
+                given=given,
+            )
             for split in SPLITS
-            if (spec := getattr(data, split)) is not None
+            if is_source(spec := getattr(data, split))
         }
+        if data.held_out is not None:
+            settings = HoldOut(data.held_out, run.seed, data.group)
+            self.sources = cast(
+                dict[RowSplit, Source], split_sources(cast(dict[str, Source], self.sources), settings)
+            )
         self.rows: dict[RowSplit, QualityRows] = {}
         self.examples: dict[str, Any] = {}  # Any: always empty; other objectives have tokenized examples here
 
@@ -99,6 +112,8 @@ class RowData:
             log.info("%s: %s: %d rows", split, source.name, len(rows))
             if source.skipped.count:
                 log.warning("%s: %s", split, source.skipped.summary())
+        if "valid" not in self.rows:
+            warn_without_validation(data.train)
 
     def check_model_limits(self, _: TabularModel) -> None:
         """Do nothing, because `prepare` checks the number of features and targets."""
