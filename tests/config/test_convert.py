@@ -136,7 +136,7 @@ def test_axolotl(tmp_path):
     method = config.method
     assert (method.kind, method.rank, method.alpha, method.targets) == ("qlora", 32, 16, "all-linear")
     assert config.data.train == ["hf:org/chats", "more.jsonl"]
-    assert (float(config.data.valid), config.data.max_length, config.data.pack) == (0.1, 2048, True)
+    assert (config.data.valid, config.data.max_length, config.data.pack) == (0.1, 2048, True)
     assert (config.optim.name, config.optim.lr, config.optim.warmup) == ("adamw8bit", 2e-4, 0.1)
     assert config.optim.min_lr_ratio == 0.0
     assert (config.run.batch_tokens, config.run.epochs) == (2 * 4 * 2048, 3)
@@ -158,7 +158,7 @@ def test_llama_factory_reads_dataset_info(tmp_path):
     objective = config.objective
     assert (objective.kind, objective.beta, objective.gamma) == ("simpo", 0.2, 1.5)
     assert config.data.train == ["data/mine.json", "hf:org/pairs::train"]
-    assert (float(config.data.valid), config.data.max_length, config.data.pack) == (0.05, 1024, False)
+    assert (config.data.valid, config.data.max_length, config.data.pack) == (0.05, 1024, False)
     assert (config.run.batch_size, config.run.epochs, config.run.precision) == (8, 2, "bf16")
     assert (config.optim.schedule, config.optim.warmup, config.optim.clip) == ("linear", 0.03, 1.0)
     assert (config.eval.every, config.checkpoint.every, config.log.every) == (100, 500, 10)

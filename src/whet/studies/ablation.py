@@ -100,8 +100,7 @@ def arm_config(config: RunConfig, arm: str, seed: int) -> tuple[str, RunConfig]:
         raise ConfigError("whet ablate compares eval_loss, which needs data.valid")
     if config.data.held_out is not None:
         raise ConfigError(
-            "whet ablate compares seeds on the same records, but a split by data.valid depends on the "
-            "seed",
+            "whet ablate compares seeds on the same records, but a split by data.valid depends on the seed",
             hint="give data.valid a source of its own",
         )
     values = to_dict(config)
