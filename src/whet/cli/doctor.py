@@ -9,7 +9,7 @@ def command(
         "--recommend",
         help="Instead, recommend model sizes and micro-batches for full, lora and qlora.",
     ),
-    device: str = typer.Option(
+    device: str | None = typer.Option(
         None,
         "--device",
         help="With --recommend: a device such as h100, rtx4090 or m4-max; cpu; or this (this machine).",
