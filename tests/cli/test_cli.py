@@ -387,6 +387,24 @@ def test_doctor_shows_whether_kernels_are_available_on_a_gpu(cli, monkeypatch, p
     assert doctor._describe_kernels(torch.device("cpu")) == {}
 
 
+def test_doctor_recommends_model_sizes(cli, monkeypatch):
+    from whet.studies import recommend
+
+    monkeypatch.setattr(
+        recommend, "recommend_for", lambda target, f=recommend.recommend_for: f(target, ["135M"])
+    )
+    code, out, _ = cli("doctor", "--recommend", "--device", "rtx4090")
+    assert code == 0
+    assert out.startswith("device     rtx4090: 22.35 GiB")
+    assert "\nlora   up to 135M, with run.micro_batch_tokens up to " in out
+    code, _, err = cli("doctor", "--recommend", "--device", "rtx4091")
+    assert code == 2
+    assert "did you mean rtx4090?" in err
+    code, _, err = cli("doctor", "--device", "rtx4090")
+    assert code == 2
+    assert "whet doctor --recommend --device rtx4090" in err
+
+
 def test_doctor_lists_cached_models(cli, monkeypatch, tmp_path):
     monkeypatch.setattr("whet.model_io.hub.cached_models", lambda: [("a-model", 2**29)])
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))

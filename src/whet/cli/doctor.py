@@ -1,8 +1,45 @@
 """whet doctor: report the hardware, software and settings that whet uses on this machine."""
 
+import typer
 
-def command() -> None:
-    """Show device, precision, versions, memory and cache."""
+
+def command(
+    recommend: bool = typer.Option(
+        False,
+        "--recommend",
+        help="Instead, recommend model sizes and micro-batches for full, lora and qlora.",
+    ),
+    device: str | None = typer.Option(
+        None,
+        "--device",
+        help="With --recommend: a device such as h100, rtx4090 or m4-max; cpu; or this (this machine).",
+    ),
+) -> None:
+    """Show device, precision, versions, memory and cache.
+
+    With --recommend, show which model sizes train on this machine or on another device.
+    """
+    from whet.errors import ConfigError
+
+    if recommend:
+        _print_recommendation(device)
+    elif device is not None:
+        raise ConfigError(
+            "--device only works with --recommend", hint=f"whet doctor --recommend --device {device}"
+        )
+    else:
+        _print_machine()
+
+
+def _print_recommendation(device: str | None) -> None:
+    from whet.cli.console import print_line
+    from whet.reporting.text.recommend_text import recommend_lines
+    from whet.studies.recommend import recommend
+
+    print_line("\n".join(recommend_lines(recommend(device))))
+
+
+def _print_machine() -> None:
     import platform
 
     import psutil
