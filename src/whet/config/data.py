@@ -130,9 +130,12 @@ class Data(Section):
     curriculum: Curriculum | None = Field(
         None, description="change the order of examples during the run; null: no curriculum"
     )
-    supervise: Literal["assistant", "last", "all"] = Field(
+    supervise: (
+        Literal["assistant", "last", "all", "completion"] | Annotated[list[str], Field(min_length=1)]
+    ) = Field(
         "assistant",
-        description="tokens in the loss: all assistant turns, the last assistant turn only, or all tokens",
+        description="tokens in the loss: all assistant turns, the last one, all tokens, the assistant turns "
+        "after the last user message (completion), or the turns of a list of roles",
     )
 
     _sources = field_validator("train", "valid", "test", mode="before")(_check_sources)

@@ -60,6 +60,7 @@ class Needs:
     scored_from: tuple[str, ...] = ()  # fields from which the columns were computed before the run
     valid_share: float = 0.0  # share of each class to hold out for validation without data.valid
     oversample: bool = False  # repeat examples of rare classes
+    weights: bool = True  # the loss uses the weights of tokens; records with weights are refused otherwise
 
     @property
     def unit(self) -> str:
@@ -167,6 +168,7 @@ class RunData:
         curriculum, needs = self.config.data.curriculum, self.needs
         used = {
             "group",
+            "weight",
             *needs.columns,
             *needs.scored_from,
             *(("label", "labels") if needs.labels is not None else ()),
@@ -207,6 +209,7 @@ class RunData:
             form=self.record_format,
             labels=self.needs.labels,
             today=self.today,
+            weights=self.needs.weights,
         )
 
     def _columns(self, name: str) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class ModelEvaluation:
         except NothingToSuperviseError as error:
             raise _unsupported_record(error.record) from error
         self.summary = examples.summary()
-        for message, _ in unread_fields(store.notes["unread"], used={"group"}):
+        for message, _ in unread_fields(store.notes["unread"], used={"group", "weight"}):
             log.warning("%s: %s", source.name, message)
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
         settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")

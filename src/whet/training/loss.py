@@ -159,7 +159,8 @@ def evaluate_loss(
     if likelihood:
         results["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
     sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]
-    if likelihood and len(sizes) == len(batches):
+    has_weights = any(batch.weights is not None for batch in batches)  # not a mean over the bytes then
+    if likelihood and len(sizes) == len(batches) and not has_weights:
         supervised = sum(batch.supervised for batch in batches)
         results["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
     if world.broadcast(bool(outputs)):

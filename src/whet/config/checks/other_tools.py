@@ -1,7 +1,9 @@
 """Config keys of other tools and their equivalents in whet, for error messages. Nothing is converted."""
 
 _BATCH = "run.batch_size is the number of examples per optimizer step (their product, over all devices)"
-_SUPERVISE = "data.supervise (assistant, last or all) chooses the supervised tokens"
+_SUPERVISE = (
+    "data.supervise (assistant, last, all, completion or a list of roles) chooses the supervised tokens"
+)
 _MODEL = "the model's name or path is `model`"
 _TRAIN = "the training records are data.train"
 _VALID = "validation records are a separate source, data.valid"

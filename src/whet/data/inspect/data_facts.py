@@ -86,6 +86,7 @@ class SplitFacts:
     pairs: bool = False  # each record has two examples, chosen and rejected
     classes: str = ""  # number of examples per class, as text
     unread_fields: tuple[tuple[str, str], ...] = ()  # fields that reach no token: message and fix
+    weights: dict[float, int] | None = None  # loss weight -> supervised tokens; None if all weights are 1
 
     @property
     def can_split(self) -> bool:
@@ -185,6 +186,7 @@ def split_facts(
             for record in refused[:MAX_REASONS].tolist()
         ),
         unread_fields=tuple(data.unread_field_warnings(store.notes["unread"])),
+        weights=_weight_counts(examples),
         samples=tuple(
             _sample(examples, index, text, kind=_kind(data, examples, index))
             for index in range(min(samples * sides, len(examples)))
@@ -235,6 +237,7 @@ def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str)
     mask = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
     if examples.is_classification:  # the model reads all tokens but the extra one at the end
         tokens, mask = tokens[:-1], [True] * (len(tokens) - 1)
+    weights = [1.0] * len(tokens) if example.weights is None else np.asarray(example.weights).tolist()
     is_long = len(tokens) > MAX_SHOWN_TOKENS
     head = SHOWN_HEAD if is_long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if is_long else len(tokens)
@@ -248,10 +251,24 @@ def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str)
         else f"tokens {start - begin + 1:,} to {stop - begin - extra:,} of {end - begin - extra:,}",
         tokens=len(tokens),
         supervised=0 if examples.is_classification else example.supervised_count,
-        head=text.pieces(tokens[:head], mask[:head]),
+        head=text.pieces(tokens[:head], mask[:head], weights[:head]),
         omitted_tokens=tail - head,
-        tail=text.pieces(tokens[tail:], mask[tail:]),
+        tail=text.pieces(tokens[tail:], mask[tail:], weights[tail:]),
     )
+
+
+def _weight_counts(examples: StoredExamples) -> dict[float, int] | None:
+    """Return the number of supervised targets of each loss weight, from the smallest weight."""
+    if not examples.store.has_weights:
+        return None
+    counts: Counter[float] = Counter()
+    for start, stop in zip(examples.starts.tolist(), examples.stops.tolist(), strict=True):
+        mask = examples.store.read(start + 1, stop)[1]
+        weights = examples.store.read_weights(start + 1, stop)
+        assert weights is not None
+        values, sizes = np.unique(weights[mask], return_counts=True)
+        counts.update(dict(zip(values.tolist(), sizes.tolist(), strict=True)))
+    return dict(sorted(counts.items()))
 
 
 def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:

@@ -1,20 +1,29 @@
 """Render records to the text that the model reads, and mark its supervised characters."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
-from typing import Any, Literal
+from typing import Any
 
 from whet.data.sources.chat_messages import Message
+from whet.data.sources.message_weights import MARKS, PART_WEIGHTS, record_weight
 from whet.data.sources.record_formats import renaming_hint
 from whet.data.sources.source import Record, validate_record
-from whet.data.tokens.loss_mask import masked_turns
+from whet.data.tokens.loss_mask import (
+    Supervise,
+    WeightedSpan,
+    check_supervise,
+    is_supervised,
+    overlay,
+    selected_turns,
+    turn_weight,
+)
+from whet.data.tokens.part_spans import part_boundaries
 from whet.data.tokens.template_sandbox import Rendered, render_template
 from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find_turns
 from whet.errors import DataError, short_repr, shorten
 
-Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # supervised character ranges
 _PREFERENCE_ROLES = (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant"))
 
@@ -31,6 +40,7 @@ class Rendering:
     values: tuple[float, ...] = ()  # numeric columns of the record
     only_last: bool = False  # the template rewrites earlier turns, so only the last turn is supervised
     is_classification: bool = False  # an input to classify, without a continuation
+    weights: tuple[float, ...] = ()  # of each span; empty if all are 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Renderer:
         today: date | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.supervise = supervise
+        self.supervise = check_supervise(supervise)
         self.allow_empty = allow_empty  # accept supervised turns that render as empty text
         self.today = today or date.today()
         # the output of such a template depends on the date
@@ -83,9 +93,15 @@ class Renderer:
         prompt, completion = _plain_parts(record)
         if record.record_format == "completion" and not completion and not self.allow_empty:
             raise _empty_turn_error("the completion", record)
+        if record.record_format != "completion" and self.supervise == "completion":
+            raise DataError(
+                f"{record.origin}: a {record.record_format} record has no completion, and data.supervise is "
+                "completion",
+                hint="set data.supervise to assistant, which supervises plain text as well",
+            )
         text = prompt + completion
         start = 0 if self.supervise == "all" else len(prompt)
-        return Rendering(text, [(start, len(text))], True, True, record.origin)
+        return _weigh(Rendering(text, [(start, len(text))], True, True, record.origin), record)
 
     def render_pair(self, record: Record) -> tuple[Rendering, Rendering]:
         """Return chosen and rejected, each with the prompt; only the completions are supervised."""
@@ -113,7 +129,8 @@ class Renderer:
                 f"{record.origin}: a {record.record_format} record has no label", hint="use input and label"
             )
         text = record.fields["input"]
-        return Rendering(text, [(0, len(text))], True, False, record.origin, is_classification=True)
+        rendering = Rendering(text, [(0, len(text))], True, False, record.origin, is_classification=True)
+        return _weigh(rendering, record)
 
     def _render_completion(
         self, prompt: Any, completion: Any, record: Record, *, allow_empty: bool
@@ -123,7 +140,7 @@ class Renderer:
             if not completion and not allow_empty:
                 raise _empty_turn_error("chosen", record)
             text = prompt + completion
-            return Rendering(text, [(len(prompt), len(text))], True, True, record.origin)
+            return _weigh(Rendering(text, [(len(prompt), len(text))], True, True, record.origin), record)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
             completion = [{"role": "assistant", "content": completion}]
@@ -134,16 +151,15 @@ class Renderer:
             raise DataError(
                 f"{record.origin}: the chat template changes the prompt when a completion follows"
             )
-        masked = {index for index in masked_turns(messages) if index >= len(prompt)}
-        spans = self._unmasked_spans(masked, messages, text, record, start=len(prefix))
+        spans = self._weighted_spans(messages, text, record, start=len(prefix), first=len(prompt))
         if not allow_empty:
             turns = [
                 index
                 for index in range(len(prompt), len(messages))
-                if messages[index]["role"] == "assistant" and index not in masked
+                if messages[index]["role"] == "assistant" and is_supervised(messages[index])
             ]
             self._check_not_empty(dict.fromkeys(turns, (len(prefix), len(text))), messages, text, record)
-        return Rendering(text, spans, False, False, record.origin)
+        return _weigh(_with_spans(Rendering(text, [], False, False, record.origin), spans), record)
 
     def render_question(self, record: Record) -> RenderedPrompt | None:
         """Return the prompt and the expected completion, or None for a record without a completion."""
@@ -222,36 +238,45 @@ class Renderer:
         Turn positions are computed once per sequence of roles, unless a text deviates from that pattern.
         """
         text = self._render_messages(messages, record)
-        masked = masked_turns(messages)
-        # templates cannot render the prompt before the first message
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        rendering = Rendering(text, [], False, False, record.origin)
         if self.supervise == "all":
-            full_span = (0, len(text))
-            self._check_not_empty({i: full_span for i in turns if i not in masked}, messages, text, record)
-            unmasked = self._unmasked_spans(masked, messages, text, record)
-            return Rendering(text, unmasked, False, False, record.origin)
-        if not turns and messages[0]["role"] == "assistant":
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+            everything = {i: (0, len(text)) for i in turns if is_supervised(messages[i])}
+            self._check_not_empty(everything, messages, text, record)
+            return _weigh(_with_spans(rendering, self._weighted_spans(messages, text, record)), record)
+        if [i for i, message in enumerate(messages) if message["role"] == "assistant"] == [0]:
             raise DataError(
                 f"{record.origin}: the only assistant message is the first message, which has no prompt"
             )
-        supervised = [i for i in (turns if self.supervise == "assistant" else turns[-1:]) if i not in masked]
-        render = self._renderer_for(record)
-        skeleton_spans = None
-        if len(turns) <= MAX_EXACT and not record.fields.get("tools"):
-            skeleton_spans = self._skeletons.spans(_without_train_marks(messages), text, render)
-        spans: Sequence[Span | None]
-        if skeleton_spans is not None:
-            spans = [skeleton_spans[index] for index in supervised]
-        else:
-            spans = find_turns(messages, supervised, text, render)
+        supervised = [i for i in selected_turns(messages, self.supervise) if is_supervised(messages[i])]
+        spans = self._turn_spans(supervised, messages, text, record)
         turn_spans = [span for span in spans if span is not None]
         is_rewritten = len(turn_spans) < len(spans)
         if is_rewritten and (not spans or spans[-1] is None):
             raise self._lost_turn_error(supervised[-1], messages, text, record)
         if is_rewritten:
             supervised, turn_spans = supervised[-1:], turn_spans[-1:]
-        self._check_not_empty(dict(zip(supervised, turn_spans, strict=True)), messages, text, record)
-        return Rendering(text, turn_spans, False, False, record.origin, only_last=is_rewritten)
+        found = dict(zip(supervised, turn_spans, strict=True))
+        assistant_spans = {i: span for i, span in found.items() if messages[i]["role"] == "assistant"}
+        self._check_not_empty(assistant_spans, messages, text, record)
+        weighted = [
+            piece
+            for index, span in found.items()
+            for piece in self._weigh_turn(index, span, messages, text, record)
+        ]
+        return _weigh(replace(_with_spans(rendering, weighted), only_last=is_rewritten), record)
+
+    def _turn_spans(
+        self, indices: list[int], messages: list[Message], text: Rendered, record: Record
+    ) -> Sequence[Span | None]:
+        """Return the spans of turns, from the skeleton of their roles if the text has one."""
+        render = self._renderer_for(record)
+        assistant_turns = sum(message["role"] == "assistant" for message in messages[1:])
+        if assistant_turns <= MAX_EXACT and not record.fields.get("tools"):
+            skeleton = self._skeletons.spans(_without_marks(messages), text, render)
+            if skeleton is not None and all(index in skeleton for index in indices):
+                return [skeleton[index] for index in indices]
+        return find_turns(messages, indices, text, render)
 
     def _lost_turn_error(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
         """Return the error for a turn that does not follow its generation prompt."""
@@ -271,28 +296,49 @@ class Renderer:
             hint="set data.supervise to all",
         )
 
-    def _unmasked_spans(
-        self,
-        masked: Collection[int],
-        messages: list[Message],
-        text: Rendered,
-        record: Record,
-        *,
-        start: int = 0,
-    ) -> Spans:
-        """Return the ranges from `start` to the end, without the masked messages."""
-        ranges = []
-        indices = sorted(masked)
+    def _weighted_spans(
+        self, messages: list[Message], text: Rendered, record: Record, *, start: int = 0, first: int = 0
+    ) -> list[WeightedSpan]:
+        """Return the range from `start` to the end, with the weights of the messages from `first` on."""
+        indices = [
+            index
+            for index, message in enumerate(messages)
+            if index >= first and (turn_weight(message) != 1 or PART_WEIGHTS in message)
+        ]
+        pieces: list[WeightedSpan] = []
         spans = find_turns(messages, indices, text, self._renderer_for(record))
         for index, span in zip(indices, spans, strict=True):
             if span is None:
                 raise DataError(
-                    f"{record.origin}: the chat template rewrites earlier turns, so the masked message "
-                    f"{index + 1} cannot be found in the rendered text"
+                    f"{record.origin}: the chat template rewrites earlier turns, so message {index + 1}, "
+                    "which has a weight, cannot be found in the rendered text"
                 )
-            ranges.append((start, max(start, span[0])))
-            start = max(start, span[1])
-        return [(low, high) for low, high in (*ranges, (start, len(text))) if low < high]
+            pieces += self._weigh_turn(index, span, messages, text, record)
+        pieces = [(max(low, start), max(high, start), weight) for low, high, weight in pieces]
+        return overlay([(start, len(text), 1.0)], pieces)
+
+    def _weigh_turn(
+        self, index: int, span: Span, messages: list[Message], text: Rendered, record: Record
+    ) -> list[WeightedSpan]:
+        """Return the span of a turn with its weight, cut where parts of its content have other weights."""
+        weight = turn_weight(messages[index])
+        parts = messages[index].get(PART_WEIGHTS)
+        if parts is None:
+            return [(*span, weight)]
+        lengths = [length for length, _ in parts]
+        render = self._renderer_for(record)
+        cuts = part_boundaries(messages, index, lengths, text=text, span=span, render=render)
+        if cuts is None:
+            raise DataError(
+                f"{record.origin}: the chat template changes the content of message {index + 1}, so its "
+                "weighted parts cannot be found in the rendered text",
+                hint="weigh the message instead of its parts, or end parts with whole words",
+            )
+        pieces = [
+            (low, high, weight if own is None else own)
+            for low, high, (_, own) in zip(cuts, cuts[1:], parts, strict=False)
+        ]
+        return [(low, high, w) for low, high, w in overlay([(*span, weight)], pieces)]
 
     def _check_not_empty(
         self, spans: Mapping[int, Span], messages: list[Message], text: str, record: Record
@@ -302,7 +348,7 @@ class Renderer:
             content = messages[index].get("content") or ""
             if content.strip() and text.find(content.strip(), low, high) >= 0:
                 continue
-            extra_fields = [name for name in messages[index] if name not in ("role", "content", "train")]
+            extra_fields = [name for name in messages[index] if name not in ("role", "content", *MARKS)]
             extra_values = [messages[index][name] for name in extra_fields]
             if high - low < len(text) and _contains_text_of(text[low:high], extra_values):
                 continue
@@ -337,7 +383,7 @@ class Renderer:
         try:
             text = render_chat(
                 self.tokenizer,
-                _without_train_marks(messages),
+                _without_marks(messages),
                 tools=tools,
                 add_generation_prompt=prompt,
                 today=self.today,
@@ -371,11 +417,38 @@ def render_chat(
     )
 
 
-def _without_train_marks(messages: list[Message]) -> list[Message]:
-    """Return the messages without `train`, which marks the loss mask and is not for templates."""
-    if not any("train" in message for message in messages):
+def _without_marks(messages: list[Message]) -> list[Message]:
+    """Return the messages without the fields that set loss weights, which are not for templates."""
+    if not any(name in message for message in messages for name in MARKS):
         return messages
-    return [{name: value for name, value in message.items() if name != "train"} for message in messages]
+    return [{name: value for name, value in message.items() if name not in MARKS} for message in messages]
+
+
+def _with_spans(rendering: Rendering, spans: Sequence[WeightedSpan]) -> Rendering:
+    """Return a rendering with these spans, without those of weight 0."""
+    counted = [span for span in spans if span[2] > 0]
+    weights = tuple(weight for _, _, weight in counted)
+    ranges = [(low, high) for low, high, _ in counted]
+    return replace(rendering, spans=ranges, weights=() if set(weights) <= {1.0} else weights)
+
+
+def _weigh(rendering: Rendering, record: Record) -> Rendering:
+    """Return a rendering with its weights multiplied by that of the record."""
+    try:
+        weight = record_weight(record.fields)
+    except DataError as error:
+        raise DataError(
+            f"{record.origin}: {error.message}", hint="set data.ignore to [weight] if it is not a loss weight"
+        ) from None
+    if weight == 0:
+        raise DataError(
+            f"{record.origin}: the weight of the record is 0, so no token of it is supervised",
+            hint="remove the record, or set data.on_bad_record: skip",
+        )
+    if weight == 1:
+        return rendering
+    weights = rendering.weights or (1.0,) * len(rendering.spans)
+    return replace(rendering, weights=tuple(weight * each for each in weights))
 
 
 def _contains_text_of(turn: str, values: list[Any]) -> bool:  # Any: JSON values

@@ -24,7 +24,7 @@ from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 6  # of rendering and encoding; a new version invalidates all stores
+VERSION = 7  # of rendering and encoding; a new version invalidates all stores
 _LABELS_VERSION = 1  # of `ClassLabels`; 1 supports soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # per chunk: bounds memory, and is enough to occupy all threads
@@ -38,10 +38,10 @@ def encode_records(
     Args:
         records: The records, for example from `open_source`.
         tokenizer: A fast transformers tokenizer.
-        supervise: Which tokens are supervised: assistant turns, the last one, or everything.
+        supervise: Which tokens are supervised: `assistant`, `last`, `all`, `completion` or a list of roles.
 
     Returns:
-        One example per record, with token ids and a loss mask.
+        One example per record, with token ids, a loss mask and, if the record has any, loss weights.
 
     Raises:
         DataError: A record cannot be rendered, or has no supervised token.
@@ -84,6 +84,7 @@ class Preparation:
         form: Format = "auto",
         labels: ClassLabels | None = None,
         today: date | None = None,
+        weights: bool = True,
     ) -> None:
         self.renderer = Renderer(tokenizer, supervise=supervise, allow_empty=allow_empty, today=today)
         self.encoder = Encoder(tokenizer)
@@ -92,6 +93,7 @@ class Preparation:
         self.pairs = pairs  # two examples per record: chosen and rejected
         self.columns: tuple[str, ...] = ()  # numeric fields stored with the tokens
         self.form = form  # the record format that the sources require
+        self.allow_weights = weights  # whether the objective uses loss weights
         self.labels = labels  # the classes of a classifier; label values are stored before the columns
 
     def with_columns(self, columns: Sequence[str]) -> "Preparation":
@@ -107,7 +109,7 @@ class Preparation:
         """
         directory = self.cache / self._key(source)
         existing = open_store(directory)
-        if existing is not None and (self.skip_bad or not existing.notes["skipped"]):
+        if existing is not None and self._can_use(existing):
             log.info("%s: using cached tokens", source.name)
             return existing
         tally = _Tally(FieldAudit(self.renderer))
@@ -116,6 +118,10 @@ class Preparation:
             self._examples(source, tally),
             notes=lambda: {"source": source.name, **tally.notes(source)},
         )
+
+    def _can_use(self, store: TokenStore) -> bool:
+        # the error for a weight is raised while its record is rendered
+        return (self.skip_bad or not store.notes["skipped"]) and (self.allow_weights or not store.has_weights)
 
     def questions(self, source: Source) -> list[Question]:
         """Return the prompts of all records that have an answer."""
@@ -211,6 +217,8 @@ class Preparation:
         except DataError as error:
             self._handle_bad_record(error, tally)
             return ()
+        if not self.allow_weights and any(rendering.weights for rendering in group):
+            raise unused_weight_error(record)  # not a bad record: the objective is not for these records
         return tuple(replace(rendering, values=values) for rendering in group)
 
     def _render_group(self, record: Record) -> tuple[Rendering, ...]:
@@ -238,6 +246,15 @@ class Preparation:
         if not self.skip_bad:
             raise error
         tally.skipped.add(error)
+
+
+def unused_weight_error(record: Record) -> DataError:
+    """Return the error for a record with loss weights, for objectives that would ignore them."""
+    return DataError(
+        f"{record.origin}: the record or one of its messages has a weight, which this objective cannot use",
+        hint="use objective.kind: sft or mtp, weights of 0 and 1 on messages only, or set data.ignore to "
+        "[weight]",
+    )
 
 
 def _require_column(record: Record, name: str) -> float:

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from whet.data.sources.source import Skipped, Source
+from whet.data.sources.chat_messages import MESSAGE_LISTS
+from whet.data.sources.message_weights import PART_WEIGHTS
+from whet.data.sources.source import Record, Skipped, Source
 from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.field_audit import FieldAudit, Unread
+from whet.data.tokens.loss_mask import turn_weight
+from whet.data.tokens.prepare_dataset import unused_weight_error
 from whet.data.tokens.tokenize import Encoder, Question
 from whet.errors import DataError
 
@@ -65,6 +69,7 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
     for record in source:
         if record.record_format:
             audit.add(record)
+            _check_weights(record)
         try:
             question = encoder.encode_question(renderer.render_prompt(record))
             if not question.tokens:
@@ -75,6 +80,18 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
             skipped.add(error)
         else:
             yield Prompt(question, record.fields)
+
+
+def _check_weights(record: Record) -> None:
+    """Raise an error for messages with other weights than 0 and 1; rewards may read that of a record."""
+    messages = [
+        message
+        for name in MESSAGE_LISTS
+        if isinstance(value := record.fields.get(name), list)
+        for message in value
+    ]
+    if any(turn_weight(message) not in (0, 1) or PART_WEIGHTS in message for message in messages):
+        raise unused_weight_error(record)
 
 
 def select_fitting_prompts(

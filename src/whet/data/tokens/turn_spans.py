@@ -52,7 +52,7 @@ class _TurnFinder:
         else:
             content_kind = "whole" if content in segment else "trimmed"
         neighbor_roles = (self.messages[index + step]["role"] for step in (-1, 1))
-        return (content_kind, *neighbor_roles, *sorted(message))
+        return (content_kind, message["role"], *neighbor_roles, *sorted(message))
 
     def frame(self, index: int, span: Span) -> _Frame | None:
         """Return the frame of a located turn, if it starts within its message."""
