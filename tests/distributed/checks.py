@@ -193,7 +193,7 @@ def exercise_world(world, out):
             return items
 
         try:
-            world.each(range(5), compute)
+            world.map_items(range(5), compute)
         except Exception as raised:
             return f"{type(raised).__name__}: {raised}"
 
@@ -209,11 +209,11 @@ def exercise_world(world, out):
         turn = time.monotonic()
     return {
         "gathered": world.gather(world.rank),
-        "from main": world.from_main(["zero", "one", "two"][world.rank]),
-        "squares": world.each(range(7), lambda items: [number**2 for number in items]),
-        "of none": world.each([], list),
-        "sums": world.sums(values),
-        "added": world.add_up(torch.tensor([world.rank + 1.0, 3.0])).tolist(),
+        "from main": world.broadcast(["zero", "one", "two"][world.rank]),
+        "squares": world.map_items(range(7), lambda items: [number**2 for number in items]),
+        "of none": world.map_items([], list),
+        "sums": world.sum_values(values),
+        "added": world.all_reduce_sum(torch.tensor([world.rank + 1.0, 3.0])).tolist(),
         "raised": fail_on(1, DataError("rank 1 cannot read", hint="fix it")),
         "odd": fail_on(2, _UnusualError(1, 2)),
         "config": differs,

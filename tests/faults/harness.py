@@ -190,7 +190,7 @@ class Case:
         """Resume until the run has finished."""
         for _ in range(resumes):
             code = self.run_once()
-            if code == 0 or (code == 2 and "has finished" in self.output_text()):
+            if code == 0 or (code == 2 and "has already finished" in self.output_text()):
                 return
             assert code == 3, f"exit code {code}:\n{self.output_text()}"
         raise AssertionError("the run does not finish")

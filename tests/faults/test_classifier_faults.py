@@ -51,4 +51,4 @@ def test_killed_after_the_last_step(
     assert (run.run / "classification.png").read_bytes().startswith(b"\x89PNG")
     assert not [path.name for path in run.run.rglob(".*") if path.name != ".lock"]
     assert run.run_once() == 2
-    assert "has finished" in run.output_text()
+    assert "has already finished" in run.output_text()

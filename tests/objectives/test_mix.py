@@ -106,7 +106,7 @@ def test_gradient_is_the_sum_of_the_parts_for_all_micro_batches(
         data.prepare(tokenizer)
         pairs = data.parts["dpo"].examples["train"]
         torch.manual_seed(0)
-        pairs.references = -150 + 5 * torch.randn(len(pairs), 2).double().numpy()
+        pairs.reference_logprobs = -150 + 5 * torch.randn(len(pairs), 2).double().numpy()
         batches = next(data.stream())
         assert {batch.part for batch in batches} == {"sft", "dpo"}
         assert sum(len(b.origins) for b in batches if b.part == "sft") == 6

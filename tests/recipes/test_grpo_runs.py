@@ -175,7 +175,7 @@ def test_every_prompt_occurs_once_per_epoch_and_steps_are_counted(monkeypatch, t
     sections = {"objective": {"minibatches": 2, "inner_epochs": 3}, "run": {"steps": None, "epochs": 3}}
     stream = stream_of(monkeypatch, tiny_directory, tmp_path, **sections)
     asked = []
-    for stream.number in range(5):  # of four prompts each
+    for stream.rollout_index in range(5):  # of four prompts each
         asked += stream._next_prompts()
     assert sorted(asked[:10]) == sorted(asked[10:]) == list(range(10))
     assert asked[:10] != asked[10:]

@@ -60,7 +60,7 @@ def test_counts_and_lengths_match_the_chat_template(look, tiny_directory):
     assert sum(each.count for each in train.bins) == 30
     assert train.record_formats == {"messages": 30}
     assert train.with_supervised_end == 30
-    assert view.tokenizer.ends == ("⟨|end|⟩",)
+    assert view.tokenizer.end_tokens == ("⟨|end|⟩",)
     assert not find_problems(view)
 
 
@@ -89,7 +89,7 @@ def test_step_plan_matches_the_batch_stream(look, tiny_directory, tmp_path, pack
     assert plan.rows == len(first.tokens)
     learned = []
     for row in plan.displayed_rows:
-        stretches = [stretch for document in row.documents for stretch in document.stretches]
+        stretches = [stretch for document in row.documents for stretch in document.runs]
         learned.append([mark for length, mark in [*stretches, (row.padding, False)] for _ in range(length)])
     assert learned == (first.targets != -100).tolist()
 
@@ -107,15 +107,18 @@ def test_measurement_of_a_large_data_set_is_sampled(look, monkeypatch):
 
 def test_too_long_records_are_counted(look):
     truncated = look(RECORDS, max_length=60).splits[0]
-    assert truncated.cut["truncated"] + truncated.cut["dropped"] == sum(
+    assert truncated.shortened["truncated"] + truncated.shortened["dropped"] == sum(
         len("ab" * n) + len("xyz" * (n + 1)) + 4 > 60 for n in range(30)
     )
     assert truncated.lengths[3] == 58 + 90 + 4  # lengths are those before the cut
     # only the answers that are whole end
-    assert truncated.ended == 30 - truncated.cut["truncated"] - truncated.cut["dropped"]
+    assert (
+        truncated.with_supervised_end
+        == 30 - truncated.shortened["truncated"] - truncated.shortened["dropped"]
+    )
     split = look(RECORDS, max_length=60, too_long="split").splits[0]
     assert split.examples > 30
-    assert split.ended == 30
+    assert split.with_supervised_end == 30
 
 
 def test_duplicates_are_counted_with_an_example_pair(look, tmp_path):
@@ -156,7 +159,7 @@ def test_hard_records_of_a_curriculum_are_a_separate_split(look, tmp_path):
         ("valid", "train"): 0,
         ("valid", "hard"): 1,
     }
-    assert view.steps.staged
+    assert view.steps.has_curriculum
 
 
 def test_samples_show_the_first_examples_token_by_token(look, tiny_directory):

@@ -199,7 +199,7 @@ def test_moe_routing_and_router_losses_are_compared():
         assert row.reference == pytest.approx(expected[row.name], rel=1e-9), row.name
     assert [len(choices) for choices in diagnosis.choices] == 2 * [batch.tokens.numel()]
     assert all(len(row) == spec.blocks[0].feedforward.top_k for row in diagnosis.choices[0])
-    assert all(layer.record is None for layer in layers)
+    assert all(layer.routing_records is None for layer in layers)
 
 
 def test_fp16_overflow_is_major_and_names_parameters():
@@ -291,7 +291,7 @@ def test_model_is_unchanged():
     diagnose_batch(model, Regression(), rows(8))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert model.router.record is None
+    assert model.router.routing_records is None
     assert "decide" not in vars(model)
 
 

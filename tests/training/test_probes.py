@@ -420,7 +420,7 @@ def test_probes_of_bridge_models(tmp_path, kind, caplog):
         assert "exp_attn_entropy_mean" not in actual[0]
         assert (
             caplog.text.count(
-                "AttentionEntropy is disabled, because it failed: ModelError: MambaForCausalLM gives no"
+                "AttentionEntropy is disabled, because it failed: ModelError: MambaForCausalLM does not"
             )
             == 1
         )

@@ -358,16 +358,16 @@ def _split_graph(
 
 @contextlib.contextmanager
 def _record_routing(model: nn.Module) -> Iterator[list[list[Any]]]:  # Any: a router's records
-    """Yield the routing decisions in a `with` block, one list per router that has a `record` attribute."""
-    routers: list[Any] = [module for module in model.modules() if hasattr(module, "record")]
+    """Yield the routing decisions in a `with` block, one list per router that has `routing_records`."""
+    routers: list[Any] = [module for module in model.modules() if hasattr(module, "routing_records")]
     records: list[list[Any]] = [[] for _ in routers]
     for router, record in zip(routers, records, strict=True):
-        router.record = record
+        router.routing_records = record
     try:
         yield records
     finally:
         for router in routers:
-            router.record = None
+            router.routing_records = None
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ UNBALANCED = 2.0  # ratio of the largest to the smallest class, above which `aut
 class ClassifyRecipe(Recipe[ClassifyObjective]):
     """Trains a language model with a classification head."""
 
-    answers_in_text = False
+    generates_text = False
 
     def needs(self) -> Needs:
         """Request labels, a held-out share of each class, and oversampling if it is configured."""

@@ -90,7 +90,9 @@ class PadicRouter(nn.Linear):
     def __init__(self, padic: Padic | None = None) -> None:
         super().__init__(IN_DIM, EXPERTS)
         self.padic = padic
-        self.record: list[PadicRouting] | None = None  # if it is a list, every routing is appended to it
+        self.routing_records: list[PadicRouting] | None = (
+            None  # if it is a list, every routing is appended to it
+        )
 
     def route(self, rows: torch.Tensor) -> PadicRouting:
         """Return the two best experts of each row [B, IN_DIM], and their weights."""
@@ -101,8 +103,8 @@ class PadicRouter(nn.Linear):
             chosen = top_by_digits(self.padic.encode(logits), tie=self.padic.tie)
             logits = _RoundTrip.apply(logits, self.padic)
         routing = PadicRouting(chosen, logits.softmax(-1).gather(-1, chosen))
-        if self.record is not None:
-            self.record.append(routing)
+        if self.routing_records is not None:
+            self.routing_records.append(routing)
         return routing
 
 

@@ -360,7 +360,7 @@ def _dry_run_row(step: int, lr: float, spec: QualitySpec, *, started: float) -> 
 class QualityRecipe(Recipe[RegressionObjective]):
     """Trains the quality-decision models on tabular rows."""
 
-    answers_in_text = False
+    generates_text = False
     counts_flops = False
 
     def open_data(self, *, today: date | None = None) -> RowData:
