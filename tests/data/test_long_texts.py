@@ -153,7 +153,7 @@ from whet.data.tokens.chat_template import Rendering
 tokenizer = AutoTokenizer.from_pretrained({str(tiny_directory)!r})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 text = "some words that repeat " * 434_000
-example = Encoder(tokenizer).example(Rendering(text, [(5, len(text))], True, True, "here"))
+example = Encoder(tokenizer).encode_one(Rendering(text, [(5, len(text))], True, True, "here"))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
     done = subprocess.run(

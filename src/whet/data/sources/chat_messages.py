@@ -40,7 +40,8 @@ def _parse_message(message: Any, number: int) -> Message:  # Any: a JSON value
     content = message.get("content")
     weights = None
     if isinstance(content, list):
-        content, weights = _join_text_parts(content, number), part_weights(content, number)
+        parts, content = content, _join_text_parts(content, number)
+        weights = part_weights(parts, number)
     # tables add the fields of all messages to each message, as nulls
     fields = {name: value for name, value in message.items() if value is not None or name == "content"}
     if isinstance(content, str):

@@ -1,5 +1,6 @@
 """Locate the parts of a message's content in the rendered conversation."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from whet.data.sources.chat_messages import Message
@@ -8,7 +9,7 @@ from whet.errors import DataError
 
 Mark = Callable[[Sequence[int]], list[int] | None]
 
-_FIRST_MARKER = 0xE000  # private use: any character that the text does not contain
+_FIRST_MARKER, _LAST_MARKER = 0xF0000, 0x110000  # characters for private use, which texts rarely contain
 
 
 def part_boundaries(
@@ -16,8 +17,8 @@ def part_boundaries(
 ) -> list[int] | None:
     """Return where each part starts in the text and where the last one ends, or None if it cannot be found.
 
-    A marker character is put between the parts. Where the text is the same without it, its position is the
-    boundary. Where it is not, because the template trims white space there, the marker moves over the white
+    Marker characters are put between the parts. Where the text is the same without them, their positions are
+    the boundaries. Where it is not, because the template trims white space there, a marker moves over the white
     space around it.
 
     Args:
@@ -30,27 +31,23 @@ def part_boundaries(
         render: Renders a conversation.
     """
     content = messages[index]["content"]
-    marker = _unused_character(text, content)
     cuts = [0]
     for length in lengths:
         cuts.append(cuts[-1] + length)
+    markers = _unused_characters(len(cuts), text, content)
 
     def mark(positions: Sequence[int]) -> list[int] | None:
         """Return the positions in the text of markers at these positions of the content."""
-        pieces = [content[low:high] for low, high in zip([0, *positions], [*positions, None], strict=True)]
+        used = markers[: len(positions)]
+        pieces = [content[: positions[0]]]
+        for marker, low, high in zip(used, positions, [*positions[1:], None], strict=True):
+            pieces += (marker, content[low:high])
         changed = [*messages]
-        changed[index] = {**messages[index], "content": marker.join(pieces)}
+        changed[index] = {**messages[index], "content": "".join(pieces)}
         try:
-            marked = render(changed, False)
+            return _marker_positions(render(changed, False), used, text)
         except DataError:  # the template reads the content
             return None
-        pieces = marked.split(marker)
-        if len(pieces) != len(positions) + 1 or "".join(pieces) != text:
-            return None
-        ends = [0]
-        for piece in pieces:
-            ends.append(ends[-1] + len(piece))
-        return ends[1:-1]
 
     boundaries = mark(cuts)
     if boundaries is None:
@@ -74,8 +71,22 @@ def _around_white_space(content: str, cut: int) -> list[int]:
     return [cut, after, before]
 
 
-def _unused_character(*texts: str) -> str:
-    code = _FIRST_MARKER
-    while any(chr(code) in text for text in texts):
-        code += 1
-    return chr(code)
+def _marker_positions(marked: str, markers: str, text: str) -> list[int] | None:
+    """Return where the markers are, or None if the text is not the same without them, or in another order."""
+    positions: list[int] = []
+    pieces, start = [], 0
+    for marker in markers:
+        end = marked.find(marker, start)
+        if end < 0:
+            return None
+        pieces.append(marked[start:end])
+        positions.append(end - len(positions))
+        start = end + 1
+    return positions if "".join([*pieces, marked[start:]]) == text else None
+
+
+def _unused_characters(count: int, *texts: str) -> str:
+    """Return different characters that the texts do not contain."""
+    used = set().union(*texts)
+    codes = (code for code in range(_FIRST_MARKER, _LAST_MARKER) if chr(code) not in used)
+    return "".join(map(chr, itertools.islice(codes, count)))

@@ -15,9 +15,10 @@ from typing import Any
 from whet.data.class_labels import ClassLabels
 from whet.data.sources.record_formats import describe_fields, require_number
 from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source
-from whet.data.tokens.chat_template import Renderer, Rendering, Supervise
+from whet.data.tokens.chat_template import Renderer, Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
+from whet.data.tokens.loss_mask import Supervise
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
 from whet.data.tokens.tokenize import Encoder, Question
 from whet.errors import DataError
