@@ -228,3 +228,14 @@ def test_data_command_shows_weights(tiny_directory, tmp_path, capsys):
     shown = console.file.getvalue()
     assert "⟦2\u00d7yes1" in shown
     assert "⟦nono" in shown  # 0.5 * 2
+
+
+def test_objective_that_ignores_weights_is_an_error(tiny, reference):
+    class Ignores(SFT):
+        uses_token_weights = False
+
+    examples, _, _ = reference
+    settings = StepSettings(None, 4000, 4000, pack=True, order="sequential")
+    batches = step_batches(range(len(examples)), examples, lengths_of(examples), settings)
+    with pytest.raises(DataError, match="this batch has loss weights, which Ignores does not use"):
+        total_weights(Ignores(), batches)

@@ -16,6 +16,7 @@ class SFT(Objective):
     """
 
     likelihood = True
+    uses_token_weights = True
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of supervised tokens, or the sum of their weights."""

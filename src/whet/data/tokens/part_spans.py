@@ -18,8 +18,8 @@ def part_boundaries(
     """Return where each part starts in the text and where the last one ends, or None if it cannot be found.
 
     Marker characters are put between the parts. Where the text is the same without them, their positions are
-    the boundaries. Where it is not, because the template trims white space there, a marker moves over the white
-    space around it.
+    the boundaries. Where it is not, because the template trims white space there, a marker moves over
+    the white space around it.
 
     Args:
         messages: The conversation.
