@@ -138,6 +138,13 @@ class Data(Section):
         "after the last user message (completion), or the turns of a list of roles",
     )
 
+    supervise_thinking: bool = Field(
+        True, description="train on the thinking of answers; false: it is context, with its tags"
+    )
+    template_args: dict[str, Any] = Field(
+        {}, description="arguments of the chat template, such as {enable_thinking: false}"
+    )
+
     _sources = field_validator("train", "valid", "test", mode="before")(_check_sources)
 
     @field_validator("train", "valid", "test")

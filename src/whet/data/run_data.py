@@ -210,6 +210,8 @@ class RunData:
             labels=self.needs.labels,
             today=self.today,
             weights=self.needs.weights,
+            template_args=data.template_args,
+            supervise_thinking=data.supervise_thinking,
         )
 
     def _columns(self, name: str) -> tuple[str, ...]:
@@ -244,6 +246,7 @@ class RunData:
             self.tokenizer,
             skip_bad=self.config.data.on_bad_record == "skip",
             today=self.today,
+            template_args=self.config.data.template_args,
         )
         log.info("%s: %s: %s", name, source.name, self.prompts[name].summary())
         if self.prompts[name].skipped.count:

@@ -1,6 +1,7 @@
 """Render records to the text that the model reads, and mark its supervised characters."""
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -19,8 +20,10 @@ from whet.data.tokens.loss_mask import (
     selected_turns,
     turn_weight,
 )
-from whet.data.tokens.part_spans import part_boundaries
+from whet.data.tokens.template_probe import TemplateProbe, probe_template
 from whet.data.tokens.template_sandbox import Rendered, render_template
+from whet.data.tokens.thinking import complete_opened_turn, thinking_spans
+from whet.data.tokens.tool_calls import normalize_calls, normalize_tools
 from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find_turns
 from whet.errors import DataError, short_repr, shorten
 
@@ -74,14 +77,23 @@ class Renderer:
         supervise: Supervise = "assistant",
         allow_empty: bool = False,
         today: date | None = None,
+        template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+        supervise_thinking: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
+        self.template_args = check_template_args(template_args or {})
+        self.supervise_thinking = supervise_thinking
         self.supervise = check_supervise(supervise)
         self.allow_empty = allow_empty  # accept supervised turns that render as empty text
         self.today = today or date.today()
         # the output of such a template depends on the date
         self.is_dated = "strftime_now" in str(tokenizer.chat_template)
         self._skeletons = Skeletons()
+
+    @functools.cached_property
+    def probe(self) -> TemplateProbe:
+        """What the chat template reads and writes."""
+        return probe_tokenizer(self.tokenizer, template_args=self.template_args)
 
     def render(self, record: Record) -> Rendering:
         """Return the text of a record of any format that has tokens to supervise."""
@@ -253,7 +265,7 @@ class Renderer:
         turn_spans = [span for span in spans if span is not None]
         is_rewritten = len(turn_spans) < len(spans)
         if is_rewritten and (not spans or spans[-1] is None):
-            raise self._lost_turn_error(supervised[-1], messages, text, record)
+            return self._render_opened_turn(supervised, messages, text, record)
         if is_rewritten:
             supervised, turn_spans = supervised[-1:], turn_spans[-1:]
         found = dict(zip(supervised, turn_spans, strict=True))
@@ -278,6 +290,32 @@ class Renderer:
                 return [skeleton[index] for index in indices]
         return find_turns(messages, indices, text, render)
 
+    def _render_opened_turn(
+        self, supervised: list[int], messages: list[Message], text: str, record: Record
+    ) -> Rendering:
+        """Render a conversation up to its last supervised turn, which continues a prompt that opens thinking.
+
+        What follows the turn is left out: no supervised token depends on it.
+        """
+        index = supervised[-1]
+        prompt = self._render_messages(messages[:index], record, prompt=True)
+        finished = self._render_messages(messages[: index + 1], record)
+        completed = complete_opened_turn(prompt, finished, messages[index])
+        if completed is None or PART_WEIGHTS in messages[index]:
+            raise self._lost_turn_error(index, messages, text, record)
+        span = (len(prompt), len(completed))
+        if not self.allow_empty and not (messages[index].get("content") or messages[index].get("tool_calls")):
+            raise _empty_turn_error(f"message {index + 1} (assistant)", record)
+        pieces = self._mask_thinking([(*span, turn_weight(messages[index]))], span, completed)
+        rendering = _with_spans(Rendering(completed, [], False, False, record.origin), pieces)
+        return _weigh(replace(rendering, only_last=len(supervised) > 1), record)
+
+    def _mask_thinking(self, pieces: list[WeightedSpan], span: Span, text: str) -> list[WeightedSpan]:
+        """Return the weighted spans of an assistant turn, without its thinking if that is not supervised."""
+        if self.supervise_thinking:
+            return pieces
+        return overlay(pieces, [(low, high, 0.0) for low, high in thinking_spans(text, *span)])
+
     def _lost_turn_error(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
         """Return the error for a turn that does not follow its generation prompt."""
         prompt = self._render_messages(messages[:index], record, prompt=True)
@@ -301,9 +339,7 @@ class Renderer:
     ) -> list[WeightedSpan]:
         """Return the range from `start` to the end, with the weights of the messages from `first` on."""
         indices = [
-            index
-            for index, message in enumerate(messages)
-            if index >= first and (turn_weight(message) != 1 or PART_WEIGHTS in message)
+            index for index, message in enumerate(messages) if index >= first and self._is_weighted(message)
         ]
         pieces: list[WeightedSpan] = []
         spans = find_turns(messages, indices, text, self._renderer_for(record))
@@ -317,10 +353,23 @@ class Renderer:
         pieces = [(max(low, start), max(high, start), weight) for low, high, weight in pieces]
         return overlay([(start, len(text), 1.0)], pieces)
 
+    def _is_weighted(self, message: Message) -> bool:
+        """Return whether a message may have characters of another weight than 1."""
+        is_thoughtful = message["role"] == "assistant" and not self.supervise_thinking
+        return turn_weight(message) != 1 or PART_WEIGHTS in message or is_thoughtful
+
     def _weigh_turn(
         self, index: int, span: Span, messages: list[Message], text: Rendered, record: Record
     ) -> list[WeightedSpan]:
         """Return the span of a turn with its weight, cut where parts of its content have other weights."""
+        pieces = self._weigh_parts(index, span, messages, text, record)
+        return self._mask_thinking(pieces, span, text) if messages[index]["role"] == "assistant" else pieces
+
+    def _weigh_parts(
+        self, index: int, span: Span, messages: list[Message], text: Rendered, record: Record
+    ) -> list[WeightedSpan]:
+        from whet.data.tokens.part_spans import part_boundaries
+
         weight = turn_weight(messages[index])
         parts = messages[index].get(PART_WEIGHTS)
         if parts is None:
@@ -377,7 +426,9 @@ class Renderer:
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
-        tools = record.fields.get("tools")
+        tools = normalize_tools(record.fields.get("tools"))
+        if any(message.get("tool_calls") for message in messages):
+            messages = normalize_calls(messages, self.probe.tool_arguments)
         # with tool_calls, content may be null: some templates require it, others print None or fail
         has_null = any(message.get("content") is None for message in messages)
         try:
@@ -387,6 +438,7 @@ class Renderer:
                 tools=tools,
                 add_generation_prompt=prompt,
                 today=self.today,
+                template_args=self.template_args,
             )
         except DataError as error:
             if has_null:
@@ -405,6 +457,7 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Any = None,  # Any: JSON values
     today: date | None = None,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
 ) -> Rendered:
     """Render messages with a tokenizer's chat template. All chats are rendered by this function."""
     try:
@@ -413,8 +466,43 @@ def render_chat(
         raise DataError(shorten(str(error))) from error
     special = tokenizer.special_tokens_map
     return render_template(
-        template, messages, tools=tools, prompt=add_generation_prompt, special=special, today=today
+        template,
+        messages,
+        tools=tools,
+        prompt=add_generation_prompt,
+        special=special,
+        today=today,
+        arguments=template_args,
     )
+
+
+def probe_tokenizer(
+    tokenizer: Any, *, template_args: Mapping[str, Any] | None = None
+) -> TemplateProbe:  # Any: a transformers tokenizer; JSON values
+    """Probe the chat template of a tokenizer, or its default one and the one for tools."""
+
+    def render(messages: Sequence[Mapping[str, Any]], *, tools: Any, prompt: bool) -> str:
+        chat = [dict(message) for message in messages]
+        return render_chat(
+            tokenizer, chat, tools=tools, add_generation_prompt=prompt, template_args=template_args
+        )
+
+    try:
+        source = str(tokenizer.get_chat_template())
+    except ValueError:  # several templates without a default
+        source = ""
+    return probe_template(source, render, special=list(tokenizer.special_tokens_map))
+
+
+def check_template_args(arguments: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON values
+    """Return the arguments of a template; raise a DataError for names that whet sets itself."""
+    reserved = sorted({"messages", "tools", "add_generation_prompt", "strftime_now"} & arguments.keys())
+    if reserved:
+        raise DataError(
+            f"data.template_args cannot set {', '.join(reserved)}",
+            hint="tools come from the records; the others are set for each conversation",
+        )
+    return dict(arguments)
 
 
 def _without_marks(messages: list[Message]) -> list[Message]:

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -86,8 +86,17 @@ class Preparation:
         labels: ClassLabels | None = None,
         today: date | None = None,
         weights: bool = True,
+        template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+        supervise_thinking: bool = True,
     ) -> None:
-        self.renderer = Renderer(tokenizer, supervise=supervise, allow_empty=allow_empty, today=today)
+        self.renderer = Renderer(
+            tokenizer,
+            supervise=supervise,
+            allow_empty=allow_empty,
+            today=today,
+            template_args=template_args,
+            supervise_thinking=supervise_thinking,
+        )
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
@@ -149,6 +158,8 @@ class Preparation:
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
             "allow_empty": self.renderer.allow_empty,
+            "template_args": self.renderer.template_args,
+            "supervise_thinking": self.renderer.supervise_thinking,
             "columns": self.columns,
             "pairs": self.pairs,
             "form": self.form,

@@ -1,6 +1,6 @@
 """Prompts for generation: the text before the completion of a record, with the record for the rewards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -43,11 +43,16 @@ class Prompts(list[Prompt]):
 
 
 def read_prompts(
-    source: Source, tokenizer: Any, *, skip_bad: bool = False, today: date | None = None
+    source: Source,
+    tokenizer: Any,
+    *,
+    skip_bad: bool = False,
+    today: date | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> Prompts:
-    """Return all prompts of a source. Any: a transformers tokenizer."""
+    """Return all prompts of a source. Any: a transformers tokenizer; JSON values."""
     skipped = Skipped()
-    renderer = Renderer(tokenizer, today=today)
+    renderer = Renderer(tokenizer, today=today, template_args=template_args)
     audit = FieldAudit(renderer)
     prompts = Prompts(_prompts(source, audit, skipped if skip_bad else None))
     prompts.unread_fields = audit.counts()
