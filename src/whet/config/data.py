@@ -141,6 +141,11 @@ class Data(Section):
     supervise_thinking: bool = Field(
         True, description="train on the thinking of answers; false: it is context, with its tags"
     )
+    template: Text | None = Field(
+        None,
+        description="chat template: chatml, llama3, qwen3, simple or a .jinja file, saved with the final "
+        "model; null: that of the model",
+    )
     template_args: dict[str, Any] = Field(
         {}, description="arguments of the chat template, such as {enable_thinking: false}"
     )

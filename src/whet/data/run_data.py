@@ -198,6 +198,10 @@ class RunData:
     def set_tokenizer(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Set the tokenizer."""
         data = self.config.data
+        if data.template is not None:
+            from whet.data.tokens.builtin_templates import load_template
+
+            tokenizer.chat_template = load_template(data.template)  # saved with the final model
         self.tokenizer = tokenizer
         self.preparation = Preparation(
             tokenizer,

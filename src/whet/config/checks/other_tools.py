@@ -11,7 +11,7 @@ _EPOCHS = "it is run.epochs or run.steps"
 _LENGTH = "it is data.max_length"
 _PRECISION = "it is run.precision (auto, fp32, bf16, fp16)"
 _RESUME = "`whet resume RUN` resumes a run"
-_TEMPLATE = "the chat template is always that of the model"
+_TEMPLATE = "it is data.template; by default the chat template is that of the model"
 _NOTHING = "this is selected automatically"
 _BETAS = "both are in optim.betas"
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,7 +18,9 @@ from whet.data.inspect.token_text import Piece, TokenText
 from whet.data.run_data import RunData
 from whet.data.sources.source import MAX_REASONS
 from whet.data.sources.splits import TRAINING_SPLITS
+from whet.data.tokens.chat_template import probe_tokenizer
 from whet.data.tokens.examples import StoredExamples, StoredPairs
+from whet.data.tokens.template_probe import TemplateProbe
 from whet.errors import WhetError
 from whet.models.costs import ModelSummary
 
@@ -112,6 +115,7 @@ class TokenizerFacts:
     end_tokens: tuple[str, ...]  # tokens that end a completion
     template: str | None
     template_digest: str | None
+    probe: TemplateProbe | None = None  # what the template reads and writes
 
 
 @dataclass(frozen=True)
@@ -304,7 +308,9 @@ def find_overlaps(data: RunData, scans: dict[str, SplitScan]) -> list[Overlap]:
     return overlaps
 
 
-def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: a transformers tokenizer
+def tokenizer_facts(
+    tokenizer: Any, ends: tuple[str, ...], *, template_args: Mapping[str, Any] | None = None
+) -> TokenizerFacts:  # Any: a transformers tokenizer; JSON values
     """Return the special tokens and the chat template of a tokenizer."""
     named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
     template = tokenizer.chat_template or None
@@ -315,4 +321,5 @@ def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  #
         end_tokens=ends,
         template=text,
         template_digest=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
+        probe=None if text is None else probe_tokenizer(tokenizer, template_args=template_args),
     )

@@ -11,6 +11,8 @@ _TAGS = {
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
+_EMPTY = "|".join(rf"{re.escape(start)}\s*{re.escape(end)}\s*" for start, end in _TAGS.items())
+_EMPTY_AT_START, _EMPTY_AT_END = re.compile(_EMPTY), re.compile(rf"(?:{_EMPTY})\Z")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # message fields
 
 
@@ -37,17 +39,20 @@ def thinking_spans(text: str, low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 def complete_opened_turn(prompt: str, text: str, message: Mapping[str, Any]) -> str | None:
-    """Return a conversation whose last turn continues a prompt that opens a thinking block, or None.
+    """Return a conversation whose last turn continues a prompt with a thinking block, or None.
 
-    Templates of this kind leave the thinking out of finished turns, or write it with other white space.
+    Templates whose prompt opens a block leave it out of finished turns, or write it with other white space.
     The model has to write the rest of the block, though: the thoughts of the message, if it has any, and
-    the closing tag.
+    the closing tag. After a prompt with an empty block, it writes the answer only; messages with thoughts
+    do not fit such a prompt.
 
     Args:
         prompt: The conversation before the turn, with the generation prompt.
         text: The conversation with the turn, as the template writes it.
         message: The message of the turn. Any: JSON values.
     """
+    if (block := _EMPTY_AT_END.search(prompt)) is not None:
+        return _complete_closed_turn(prompt, text, prompt[: block.start()])
     opened = open_tag(prompt)
     head = prompt.removesuffix(opened)
     if not opened or not text.startswith(head):
@@ -59,7 +64,17 @@ def complete_opened_turn(prompt: str, text: str, message: Mapping[str, Any]) -> 
     if closing in turn:  # thoughts without an opening tag, as models of this kind write them
         return prompt + turn
     thoughts = message_thinking(message, tag, closing)
-    return f"{prompt}{thoughts}\n{closing}\n\n{turn}" if thoughts else f"{prompt}{closing}\n\n{turn}"
+    answer = turn.lstrip("\n")
+    return f"{prompt}{thoughts}\n{closing}\n\n{answer}" if thoughts else f"{prompt}{closing}\n\n{answer}"
+
+
+def _complete_closed_turn(prompt: str, text: str, head: str) -> str | None:
+    if not text.startswith(head):
+        return None
+    turn = text[len(head) :]
+    if (block := _EMPTY_AT_START.match(turn)) is not None:  # with other white space
+        turn = turn[block.end() :]
+    return None if turn.startswith(tuple(_TAGS)) else prompt + turn
 
 
 def message_thinking(message: Mapping[str, Any], tag: str, closing: str) -> str:

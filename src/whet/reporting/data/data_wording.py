@@ -36,7 +36,10 @@ def tokenizer_rows(view: DataView) -> WordingRows:
     if tokenizer.template is None:
         return [*rows, ("template", "none: chat messages cannot be used")]
     lines = tokenizer.template.count("\n") + 1
-    return [*rows, ("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {tokenizer.template_digest}")]
+    rows.append(("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {tokenizer.template_digest}"))
+    if tokenizer.probe is not None:
+        rows.append(("", "; ".join(tokenizer.probe.describe())))
+    return rows
 
 
 def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
