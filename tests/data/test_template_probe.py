@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from template_shapes import SHAPES
+from transformers import AutoTokenizer
 
+import whet
 from tiny import TEMPLATE, run_config
 from whet.config.load_config import validate_config
 from whet.data.sources.source import Record, open_source
@@ -252,6 +254,9 @@ def test_template_of_the_config_is_used_and_shown(tiny_directory, tmp_path):
         assert "ends answers with" in dict(tokenizer_rows(view))[""]
     assert shown["chatml"].startswith("<|im_start|>")
     assert shown[str(path)] == "#" + shown[None]
+    config = run_config(tiny_directory, tmp_path, data={"template": "chatml"}, run={"steps": 1})
+    final = whet.train(config, verbose=0).directory / "final"
+    assert AutoTokenizer.from_pretrained(final).chat_template == TEMPLATES["chatml"]
     with pytest.raises(DataError, match="nowhere.jinja is neither a template"):
         load_template("nowhere.jinja")
     path.write_text("{% if %}")

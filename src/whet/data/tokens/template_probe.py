@@ -138,7 +138,7 @@ class _Probe:
     def _writes_arguments(self, arguments: Any) -> bool:  # Any: JSON values
         function = {"name": "probe_tool", "arguments": arguments}
         call = {"id": "call12345", "type": "function", "function": function}
-        chat = [
+        chat: list[Mapping[str, Any]] = [
             _USER,
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call12345", "name": "probe_tool", "content": "probe result"},
