@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -63,6 +64,29 @@ def random_examples(count, *, seed=0, shortest=3, longest=40, vocab=260):
             Example([rng.randrange(vocab) for _ in range(length)], supervised, f"example {index}")
         )
     return examples
+
+
+def weighted_examples(count, *, seed=0, share=0.5):
+    """Return random examples, about a share of them with weights; the first has none."""
+    rng = np.random.default_rng(seed)
+    examples = []
+    for number, one in enumerate(random_examples(count, seed=seed)):
+        weights = np.where(one.supervised, rng.choice([0.25, 0.5, 1, 3], len(one.tokens)), 0)
+        has_weights = number > 0 and rng.random() < share
+        examples.append(
+            Example(
+                one.tokens,
+                one.supervised,
+                one.origin,
+                weights=weights.astype(np.float32) if has_weights else None,
+            )
+        )
+    return examples
+
+
+def weights_of(example):
+    """Return the loss weight of each token of an example."""
+    return np.asarray(example.supervised if example.weights is None else example.weights, dtype=np.float32)
 
 
 def run_config(tiny_directory, tmp_path, **sections):

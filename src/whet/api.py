@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from whet.config.load_config import ConfigLike
     from whet.data.sources.source import SourceSpec
-    from whet.data.tokens.chat_template import Supervise
     from whet.data.tokens.examples import TooLong
+    from whet.data.tokens.loss_mask import Supervise
     from whet.evaluation.evaluate_model import ModelEvaluation
     from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function

@@ -135,10 +135,10 @@ def test_template_that_rewrites_the_last_turn_is_rejected(tiny):
 def test_template_with_a_different_generation_prompt_is_rejected(tiny):
     tiny[1].chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+        "{% if add_generation_prompt %}<|assistant|>Sure:\n{% endif %}"
     )
     with pytest.raises(
-        DataError, match=r"ends a prompt with '<think>\\n', but does not write this before message 5"
+        DataError, match=r"ends a prompt with 'Sure:\\n', but does not write this before message 5"
     ):
         renderer(tiny).example(record(messages=CHAT))
 
@@ -274,7 +274,7 @@ def test_error_names_missing_files_and_directories(tmp_path):
 def test_tools_reach_the_template(tiny):
     tiny[1].chat_template = "{{ tools | tojson if tools else '' }}" + TEMPLATE
     example = renderer(tiny).example(record(messages=CHAT[1:3], tools=[{"name": "add"}]))
-    assert json.dumps([{"name": "add"}]) in tiny[1].decode(example.tokens)
+    assert json.dumps([{"type": "function", "function": {"name": "add"}}]) in tiny[1].decode(example.tokens)
     assert supervised_text(tiny, example) == "4<|end|>"
 
 

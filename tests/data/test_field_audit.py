@@ -100,7 +100,7 @@ def _records(*fields):
         ),
         ({"instruction": "a", "input": "b", "output": "c", "text": "a b c"}, ["text"]),
         ({"text": "a", "auth_weight": 0.5, "prov_entropy": 1.0}, ["auth_weight", "prov_entropy"]),
-        ({"text": "a", "weight": 0, "tools": TOOL}, ["weight", "tools"]),
+        ({"text": "a", "rating": 0, "tools": TOOL}, ["rating", "tools"]),
         ({"prompt": "a", "completion": "b", "tools": json.dumps(TOOL)}, ["tools"]),
     ],
 )

@@ -69,13 +69,14 @@ def test_message_with_weight_one_is_supervised(tiny, mark):
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ({"weight": 0.5}, r"here.jsonl:7: message 2: weight must be 0 or 1, not 0\.5"),
-        ({"weight": -1}, "weight must be 0 or 1, not -1"),
-        ({"weight": "0"}, "weight must be 0 or 1, not '0'"),
+        ({"weight": -1}, "here.jsonl:7: message 2: weight must be a number from 0 to 1,000,000, not -1"),
+        ({"weight": "0"}, "weight must be a number from 0 to 1,000,000, not '0'"),
+        ({"weight": True}, "weight must be a number from 0 to 1,000,000, not True"),
+        ({"weight": 1e7}, "weight must be a number"),
         ({"train": "no"}, "message 2: train must be true or false, not 'no'"),
     ],
 )
-def test_other_weights_are_rejected(tiny, mark, message):
+def test_invalid_weights_are_rejected(tiny, mark, message):
     with pytest.raises(DataError, match=message):
         supervised(tiny[1], chat("a", "b", **mark))
 

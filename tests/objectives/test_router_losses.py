@@ -283,6 +283,7 @@ class Inner(Objective):
     coefficients: ClassVar = {"own": 2.0}
     heads = torch.nn.Linear(2, 2)
     likelihood = "part"
+    uses_token_weights = True
     auxiliary = frozenset({"own"})
     per_micro_batch = frozenset({"own"})
     reports: ClassVar = {"part": {"own": 1.0}}

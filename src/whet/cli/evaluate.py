@@ -13,6 +13,7 @@ class Supervised(Enum):
     assistant = "assistant"
     last = "last"
     all = "all"
+    completion = "completion"
 
 
 def command(
@@ -48,7 +49,8 @@ def command(
     ),
     supervise: Supervised = typer.Option(  # noqa: B008
         Supervised.assistant,
-        help="Tokens that count towards the loss: all, all assistant turns, or the last one.",
+        help="Tokens that count towards the loss: all, all assistant turns, the last one, or those after the "
+        "last user message.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the metrics as one JSON object."),
 ) -> None:

@@ -148,9 +148,24 @@ class Data(Section):
     curriculum: Curriculum | None = Field(
         None, description="change the order of examples during the run; null: no curriculum"
     )
-    supervise: Literal["assistant", "last", "all"] = Field(
+    supervise: (
+        Literal["assistant", "last", "all", "completion"] | Annotated[list[str], Field(min_length=1)]
+    ) = Field(
         "assistant",
-        description="tokens in the loss: all assistant turns, the last assistant turn only, or all tokens",
+        description="tokens in the loss: all assistant turns, the last one, all tokens, the assistant turns "
+        "after the last user message (completion), or the turns of a list of roles",
+    )
+
+    supervise_thinking: bool = Field(
+        True, description="train on the thinking of answers; false: it is context, with its tags"
+    )
+    template: Text | None = Field(
+        None,
+        description="chat template: chatml, llama3, qwen3, simple or a .jinja file, saved with the final "
+        "model; null: that of the model",
+    )
+    template_args: dict[str, Any] = Field(
+        {}, description="arguments of the chat template, such as {enable_thinking: false}"
     )
 
     _sources = field_validator("train", "valid", "test", mode="before")(_check_sources)

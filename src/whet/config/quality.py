@@ -99,7 +99,15 @@ def quality_problem(values: Mapping[str, Any]) -> str | None:  # Any: values of 
         "run.compile needs a language model": values["run"].compile,
         "run.grad_checkpoint needs a language model": values["run"].grad_checkpoint,
     }
-    text_keys = ("max_length", "too_long", "pack", "supervise")
+    text_keys = (
+        "max_length",
+        "too_long",
+        "pack",
+        "supervise",
+        "supervise_thinking",
+        "template",
+        "template_args",
+    )
     data, fields = values["data"], type(values["data"]).model_fields
     problems |= {
         f"data.{key} only applies to text": getattr(data, key) != fields[key].get_default()

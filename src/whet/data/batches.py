@@ -42,7 +42,7 @@ class Batch:
     examples: torch.Tensor  # [N]: index of the example of each supervised position
     real_tokens: int  # number of positions that are not padding
     origins: tuple[str, ...]  # origins of the examples, for messages
-    weights: torch.Tensor | None = None  # [B, T], loss weight per token
+    weights: torch.Tensor | None = None  # [B, T], loss weight per target; None: 1 where supervised
     real: torch.Tensor | None = None  # [B, T], bool: false for padding; None without padding
     supervised_bytes: int | None = None  # bytes of the supervised text, if they were counted
     part: str | None = None  # name of the part of a mix objective
@@ -117,6 +117,7 @@ def make_batch(
     positions = np.zeros((len(rows), width), dtype=np.int64)
     example_index = np.zeros((len(rows), width), dtype=np.int64)
     is_filled = np.zeros((len(rows), width), dtype=np.bool_)
+    weights = np.zeros((len(rows), width), dtype=np.float32) if _has_weights(rows) else None
     documents = []
     real_tokens = count = 0
     for index, row in enumerate(rows):
@@ -129,6 +130,9 @@ def make_batch(
             tokens[index, start:end] = ids[:-1]
             targets[index, start:end] = np.where(example.supervised[1:], ids[1:], IGNORE_INDEX)
             positions[index, start:end] = np.arange(end - start)
+            if weights is not None:
+                values = example.supervised if example.weights is None else example.weights
+                weights[index, start:end] = np.asarray(values, dtype=np.float32)[1:]
         positions[index, end:] = np.arange(width - end)
         is_filled[index, :end] = True
         padding = (width - end,) if end < width else ()
@@ -148,11 +152,16 @@ def make_batch(
         examples=torch.from_numpy(example_index.flat[supervised]),
         real_tokens=real_tokens,
         origins=tuple(example.origin for example in examples),
+        weights=None if weights is None else torch.from_numpy(weights),
         real=None if is_filled.all() else torch.from_numpy(is_filled),
         supervised_bytes=None if token_bytes is None else int(token_bytes[targets.flat[supervised]].sum()),
     )
     batch = batch.with_columns("document", values=_value_column(examples))
     return batch.with_columns("token", teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs)
+
+
+def _has_weights(rows: Sequence[Sequence[Example]]) -> bool:
+    return any(example.weights is not None for row in rows for example in row)
 
 
 def _value_column(examples: Sequence[Example]) -> torch.Tensor | None:

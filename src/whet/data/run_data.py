@@ -61,6 +61,7 @@ class Needs:
     scored_from: tuple[str, ...] = ()  # fields from which the columns were computed before the run
     valid_share: float = 0.0  # share of each class to hold out for validation without data.valid
     oversample: bool = False  # repeat examples of rare classes
+    weights: bool = True  # the loss uses the weights of tokens; records with weights are refused otherwise
 
     @property
     def unit(self) -> str:
@@ -197,6 +198,7 @@ class RunData:
         used = {
             "group",
             *((self.config.data.group,) if self.config.data.group else ()),
+            "weight",
             *needs.columns,
             *needs.scored_from,
             *(("label", "labels") if needs.labels is not None else ()),
@@ -226,6 +228,10 @@ class RunData:
     def set_tokenizer(self, tokenizer: Any) -> None:  # Any: a transformers tokenizer
         """Set the tokenizer."""
         data = self.config.data
+        if data.template is not None:
+            from whet.data.tokens.builtin_templates import load_template
+
+            tokenizer.chat_template = load_template(data.template)  # saved with the final model
         self.tokenizer = tokenizer
         self.preparation = Preparation(
             tokenizer,
@@ -237,6 +243,9 @@ class RunData:
             form=self.record_format,
             labels=self.needs.labels,
             today=self.today,
+            weights=self.needs.weights,
+            template_args=data.template_args,
+            supervise_thinking=data.supervise_thinking,
         )
 
     def _columns(self, name: str) -> tuple[str, ...]:
@@ -271,6 +280,7 @@ class RunData:
             self.tokenizer,
             skip_bad=self.config.data.on_bad_record == "skip",
             today=self.today,
+            template_args=self.config.data.template_args,
         )
         log.info("%s: %s: %s", name, source.name, self.prompts[name].summary())
         if self.prompts[name].skipped.count:

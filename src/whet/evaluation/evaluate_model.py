@@ -7,9 +7,10 @@ from typing import Any
 from whet.data.batches import evaluation_batches
 from whet.data.packing import DEFAULT_MICRO_BATCH_TOKENS, StepSettings
 from whet.data.sources.source import Record, Source
-from whet.data.tokens.chat_template import NothingToSuperviseError, Supervise
+from whet.data.tokens.chat_template import NothingToSuperviseError
 from whet.data.tokens.examples import TooLong, build_examples
 from whet.data.tokens.field_audit import unread_fields
+from whet.data.tokens.loss_mask import Supervise
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Question, token_bytes
 from whet.errors import DataError
@@ -71,7 +72,7 @@ class ModelEvaluation:
         except NothingToSuperviseError as error:
             raise _unsupported_record(error.record) from error
         self.summary = examples.summary()
-        for message, _ in unread_fields(store.notes["unread"], used={"group"}):
+        for message, _ in unread_fields(store.notes["unread"], used={"group", "weight"}):
             log.warning("%s: %s", source.name, message)
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
         settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")

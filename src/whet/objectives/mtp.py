@@ -26,6 +26,7 @@ class MultiTokenPrediction(Objective):
     """
 
     likelihood = "main_loss"
+    uses_token_weights = True
 
     def __init__(
         self,

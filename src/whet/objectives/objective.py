@@ -59,6 +59,9 @@ class Objective(abc.ABC):
     # metric -> {term: share}: metrics that are sums of the means of several terms
     reports: Mapping[str, Mapping[str, float]] = {}
 
+    # whether the loss uses `Batch.weights`; a batch with weights is an error otherwise
+    uses_token_weights: bool = False
+
     unit: str = "tok"  # unit of throughput
     # metric -> label, shown next to the loss in progress lines
     progress: Mapping[str, str] = {}

@@ -81,6 +81,7 @@ class RoutedObjective(Objective):
         # copied one by one, because __getattr__ is not called for attributes that the base class has
         self.heads = inner.heads
         self.likelihood = inner.likelihood
+        self.uses_token_weights = inner.uses_token_weights
         self.reports = inner.reports
         self.unit = inner.unit
         self.progress = inner.progress

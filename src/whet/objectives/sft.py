@@ -10,14 +10,19 @@ from whet.ops.cross_entropy import linear_cross_entropy
 
 
 class SFT(Objective):
-    """Supervised fine-tuning: the mean negative log-likelihood of supervised tokens."""
+    """Supervised fine-tuning: the mean negative log-likelihood of supervised tokens.
+
+    With weights w, it is sum(w * nll) / sum(w) over all tokens of a step.
+    """
 
     likelihood = True
+    uses_token_weights = True
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of supervised tokens, or the sum of their weights."""
         weights = batch.supervised_weights
-        return {"loss": float(batch.supervised if weights is None else weights.sum())}
+        # in float64, so that the sum does not depend on how a step is split; not all devices support it
+        return {"loss": float(batch.supervised if weights is None else weights.cpu().double().sum())}
 
     def loss(self, model: LanguageModel, batch: Batch) -> Loss:
         """Return the summed loss; the output head is applied to supervised positions only."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from whet.config.objectives.distill import DistillObjective
-from whet.data.run_data import RunData
+from whet.data.run_data import Needs, RunData
 from whet.data.tokens.teacher_logprobs import TeacherLogprobs
 from whet.models.language_model import LanguageModel
 from whet.objectives.distill import Distillation
@@ -17,6 +17,10 @@ from whet.recipes.teachers import open_teacher_logprobs
 
 class DistillRecipe(Recipe[DistillObjective]):
     """Trains a language model on the token distributions of one or more teachers."""
+
+    def needs(self) -> Needs:
+        """Return the needs of text without loss weights, which the divergence does not use."""
+        return Needs(weights=False)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the teachers, or nothing if their log-probabilities are stored."""

@@ -21,7 +21,7 @@ class DistrustRecipe(Recipe[DistrustObjective]):
 
     def needs(self) -> Needs:
         """Return the two score columns, and the fields that the scores were computed from."""
-        return Needs(columns=COLUMNS, scored_from=DECLARED_FIELDS)
+        return Needs(columns=COLUMNS, scored_from=DECLARED_FIELDS, weights=False)
 
     def step_shape(self) -> StepShape:
         """Return the shape of a step, with a column of two scores per document."""

@@ -71,7 +71,7 @@ class GRPORecipe(Recipe[GRPOObjective]):
 
     def needs(self) -> Needs:
         """Request prompts only; the reward functions get the rest of a record."""
-        return Needs(prompts=True)
+        return Needs(prompts=True, weights=False)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the reference model of the KL term, or nothing if beta is 0."""

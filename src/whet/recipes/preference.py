@@ -25,7 +25,7 @@ class PreferenceRecipe(Recipe[PreferenceObjective]):
 
     def needs(self) -> Needs:
         """Request pairs of a chosen and a rejected completion."""
-        return Needs(pairs=True)
+        return Needs(pairs=True, weights=False)
 
     def frozen_models(self) -> Mapping[str, FrozenModel]:
         """Return the reference model, or nothing if the loss does not need one."""

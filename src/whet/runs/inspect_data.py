@@ -129,7 +129,9 @@ def _view_examples(
         model=model,
         missing_inputs=() if errors else tuple(_missing_teacher_outputs(config, data, model)),
         tokenizer=tokenizer_facts(
-            tokenizer, tuple(text.special_token_name(token) for token in sorted(stop_tokens))
+            tokenizer,
+            tuple(text.special_token_name(token) for token in sorted(stop_tokens)),
+            template_args=config.data.template_args,
         ),
         splits=tuple(splits),
         overlaps=tuple(find_overlaps(data, scans)),
@@ -189,7 +191,7 @@ def _view_prompts(
         errors.append(error)
     text = TokenText(tokenizer)
     stop_tokens = tuple(text.special_token_name(token) for token in sorted(_stop_tokens(tokenizer, model)))
-    facts = tokenizer_facts(tokenizer, stop_tokens)
+    facts = tokenizer_facts(tokenizer, stop_tokens, template_args=config.data.template_args)
     return DataView(
         config,
         model,

@@ -64,7 +64,9 @@ def _objective_keys(
         relevant: Mapping[str, Any] = {key: objective[key] for key in objective if key not in ignored}
         yield from flatten_keys({"kind": "sft", **relevant}, f"{prefix}objective.")
     if _is_token_mean(objective):
-        yield f"{prefix}data.supervise", data.get("supervise", "assistant")
+        yield f"{prefix}data.supervise_thinking", data.get("supervise_thinking", True)
+        supervise = data.get("supervise", "assistant")
+        yield f"{prefix}data.supervise", supervise if isinstance(supervise, str) else ", ".join(supervise)
 
 
 def _is_token_mean(objective: JsonObject) -> bool:

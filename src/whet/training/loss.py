@@ -25,16 +25,27 @@ def total_weights(objective: Objective, batches: Sequence[Batch]) -> dict[str, f
     """Return the sum of the weights of each loss term over all batches.
 
     Raises:
-        DataError: If no term has a weight, because the mean would be NaN.
+        DataError: If no term has a weight, because the mean would be NaN, or if the objective would ignore
+            the loss weights of tokens.
     """
     totals: dict[str, float] = dict.fromkeys(objective.coefficients, 0.0)
     for batch in batches:
+        _check_token_weights(objective.parts.get(batch.part or "", objective), batch)
         for term, weight in objective.weights(batch).items():
             totals[term] += weight
     if not any(weight for term, weight in totals.items() if term not in objective.auxiliary):
         origins = ", ".join(origin for batch in batches for origin in batch.origins)
         raise DataError(f"a batch has no supervised tokens (records: {origins})")
     return totals
+
+
+def _check_token_weights(objective: Objective, batch: Batch) -> None:
+    if batch.weights is not None and not objective.uses_token_weights:
+        raise DataError(
+            f"{batch.origins[0]}: this batch has loss weights, which {type(objective).__name__} does not use",
+            hint="use batch.supervised_weights and set uses_token_weights = True in the objective, or set "
+            "data.ignore to [weight]",
+        )
 
 
 def loss_weight(objective: Objective, batches: Sequence[Batch]) -> float:
@@ -159,7 +170,8 @@ def evaluate_loss(
     if likelihood:
         results["eval_perplexity"] = math.inf if mean >= 700 else math.exp(mean)
     sizes = [batch.supervised_bytes for batch in batches if batch.supervised_bytes]
-    if likelihood and len(sizes) == len(batches):
+    has_weights = any(batch.weights is not None for batch in batches)  # not a mean over the bytes then
+    if likelihood and len(sizes) == len(batches) and not has_weights:
         supervised = sum(batch.supervised for batch in batches)
         results["eval_bits_per_byte"] = mean * supervised / (sum(sizes) * math.log(2))
     if world.broadcast(bool(outputs)):

@@ -1,7 +1,9 @@
 """Config keys of other tools and their equivalents in whet, for error messages. Nothing is converted."""
 
 _BATCH = "run.batch_size is the number of examples per optimizer step (their product, over all devices)"
-_SUPERVISE = "data.supervise (assistant, last or all) chooses the supervised tokens"
+_SUPERVISE = (
+    "data.supervise (assistant, last, all, completion or a list of roles) chooses the supervised tokens"
+)
 _MODEL = "the model's name or path is `model`"
 _TRAIN = "the training records are data.train"
 _VALID = "validation records are a separate source, data.valid"
@@ -11,7 +13,7 @@ _EPOCHS = "it is run.epochs or run.steps"
 _LENGTH = "it is data.max_length"
 _PRECISION = "it is run.precision (auto, fp32, bf16, fp16)"
 _RESUME = "`whet resume RUN` resumes a run"
-_TEMPLATE = "the chat template is always that of the model"
+_TEMPLATE = "it is data.template; by default the chat template is that of the model"
 _NOTHING = "this is selected automatically"
 _BETAS = "both are in optim.betas"
 

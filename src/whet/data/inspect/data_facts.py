@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,7 +18,9 @@ from whet.data.inspect.token_text import Piece, TokenText
 from whet.data.run_data import RunData
 from whet.data.sources.source import MAX_REASONS
 from whet.data.sources.splits import TRAINING_SPLITS
+from whet.data.tokens.chat_template import probe_tokenizer
 from whet.data.tokens.examples import StoredExamples, StoredPairs
+from whet.data.tokens.template_probe import TemplateProbe
 from whet.errors import WhetError
 from whet.models.costs import ModelSummary
 
@@ -86,6 +89,7 @@ class SplitFacts:
     pairs: bool = False  # each record has two examples, chosen and rejected
     classes: str = ""  # number of examples per class, as text
     unread_fields: tuple[tuple[str, str], ...] = ()  # fields that are not tokenized: message and fix
+    weights: dict[float, int] | None = None  # loss weight -> supervised tokens; None if all weights are 1
 
     @property
     def can_split(self) -> bool:
@@ -111,6 +115,7 @@ class TokenizerFacts:
     end_tokens: tuple[str, ...]  # tokens that end a completion
     template: str | None
     template_digest: str | None
+    probe: TemplateProbe | None = None  # what the template reads and writes
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,7 @@ def split_facts(
             for record in refused[:MAX_REASONS].tolist()
         ),
         unread_fields=tuple(data.unread_field_warnings(store.notes["unread"])),
+        weights=_weight_counts(examples),
         samples=tuple(
             _sample(examples, index, text, kind=_kind(data, examples, index))
             for index in range(min(samples * sides, len(examples)))
@@ -235,6 +241,7 @@ def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str)
     mask = [False, *np.asarray(example.supervised[1:], dtype=bool).tolist()]
     if examples.is_classification:  # the model reads all tokens but the extra one at the end
         tokens, mask = tokens[:-1], [True] * (len(tokens) - 1)
+    weights = [1.0] * len(tokens) if example.weights is None else np.asarray(example.weights).tolist()
     is_long = len(tokens) > MAX_SHOWN_TOKENS
     head = SHOWN_HEAD if is_long else len(tokens)
     tail = len(tokens) - SHOWN_TAIL if is_long else len(tokens)
@@ -248,10 +255,24 @@ def _sample(examples: StoredExamples, index: int, text: TokenText, *, kind: str)
         else f"tokens {start - begin + 1:,} to {stop - begin - extra:,} of {end - begin - extra:,}",
         tokens=len(tokens),
         supervised=0 if examples.is_classification else example.supervised_count,
-        head=text.pieces(tokens[:head], mask[:head]),
+        head=text.pieces(tokens[:head], mask[:head], weights[:head]),
         omitted_tokens=tail - head,
-        tail=text.pieces(tokens[tail:], mask[tail:]),
+        tail=text.pieces(tokens[tail:], mask[tail:], weights[tail:]),
     )
+
+
+def _weight_counts(examples: StoredExamples) -> dict[float, int] | None:
+    """Return the number of supervised targets of each loss weight, from the smallest weight."""
+    if not examples.store.has_weights:
+        return None
+    counts: Counter[float] = Counter()
+    for start, stop in zip(examples.starts.tolist(), examples.stops.tolist(), strict=True):
+        mask = examples.store.read(start + 1, stop)[1]
+        weights = examples.store.read_weights(start + 1, stop)
+        assert weights is not None
+        values, sizes = np.unique(weights[mask], return_counts=True)
+        counts.update(dict(zip(values.tolist(), sizes.tolist(), strict=True)))
+    return dict(sorted(counts.items()))
 
 
 def histogram(sizes: np.ndarray) -> tuple[Bin, ...]:
@@ -287,7 +308,9 @@ def find_overlaps(data: RunData, scans: dict[str, SplitScan]) -> list[Overlap]:
     return overlaps
 
 
-def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  # Any: a transformers tokenizer
+def tokenizer_facts(
+    tokenizer: Any, ends: tuple[str, ...], *, template_args: Mapping[str, Any] | None = None
+) -> TokenizerFacts:  # Any: a transformers tokenizer; JSON values
     """Return the special tokens and the chat template of a tokenizer."""
     named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
     template = tokenizer.chat_template or None
@@ -298,4 +321,5 @@ def tokenizer_facts(tokenizer: Any, ends: tuple[str, ...]) -> TokenizerFacts:  #
         end_tokens=ends,
         template=text,
         template_digest=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
+        probe=None if text is None else probe_tokenizer(tokenizer, template_args=template_args),
     )

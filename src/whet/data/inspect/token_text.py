@@ -24,6 +24,7 @@ class Piece:
     ids: tuple[int, ...]
     supervised: bool
     special: bool = False
+    weight: float = 1.0  # loss weight, if supervised
 
 
 def to_visible_text(text: str) -> str:
@@ -55,14 +56,18 @@ class TokenText:
         name = to_visible_text(str(self._tokenizer.convert_ids_to_tokens(token)))
         return f"⟨{name[1:-1] if name.startswith('<') and name.endswith('>') else name}⟩"
 
-    def pieces(self, tokens: Sequence[int], supervised: Sequence[bool]) -> tuple[Piece, ...]:
-        """Return each token, or the tokens of one character, with its supervision mark."""
+    def pieces(
+        self, tokens: Sequence[int], supervised: Sequence[bool], weights: Sequence[float] | None = None
+    ) -> tuple[Piece, ...]:
+        """Return each token, or the tokens of one character, with its supervision mark and weight."""
+        if weights is None:
+            weights = [1.0] * len(tokens)
         pieces: list[Piece] = []
         pending: list[int] = []
         context: list[int] = []  # leading spaces depend on the previous token
-        for index, (token, is_supervised) in enumerate(zip(tokens, supervised, strict=True)):
+        for index, (token, is_supervised, weight) in enumerate(zip(tokens, supervised, weights, strict=True)):
             if token in self._special:
-                pieces.append(Piece(self.special_token_name(token), (token,), is_supervised, special=True))
+                pieces.append(Piece(self.special_token_name(token), (token,), is_supervised, True, weight))
                 context = [token]
                 continue
             pending.append(token)
@@ -73,10 +78,10 @@ class TokenText:
                 and len(pending) < _MAX_TOKENS_PER_CHARACTER
                 and next_index < len(tokens)
                 and tokens[next_index] not in self._special
-                and supervised[next_index] == is_supervised
+                and (supervised[next_index], weights[next_index]) == (is_supervised, weight)
             )
             if not continues:
-                pieces.append(Piece(_show_white_space(text), tuple(pending), is_supervised))
+                pieces.append(Piece(_show_white_space(text), tuple(pending), is_supervised, weight=weight))
                 context, pending = pending[-1:], []
         return tuple(pieces)
 

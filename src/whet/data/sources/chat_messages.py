@@ -4,8 +4,9 @@ from collections.abc import Collection
 from itertools import takewhile
 from typing import Any
 
+from whet.data.sources.message_weights import PART_WEIGHTS, normalize_weight, part_weights
 from whet.data.sources.strict_json import parse_json_text
-from whet.errors import DataError, short_repr
+from whet.errors import DataError
 
 Message = dict[str, Any]  # Any: templates may read arbitrary fields
 MessageFields = dict[str, Any]  # Any: JSON values
@@ -53,35 +54,22 @@ def _parse_message(message: Any, number: int) -> Message:  # Any: a JSON value
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f"message {number} must be an object with a role")
     content = message.get("content")
+    weights = None
     if isinstance(content, list):
-        content = _join_text_parts(content, number)
+        parts, content = content, _join_text_parts(content, number)
+        weights = part_weights(parts, number)
     # tables add the fields of all messages to each message, as nulls
     fields = {name: value for name, value in message.items() if value is not None or name == "content"}
     if isinstance(content, str):
         fields["content"] = content
+        fields |= {} if weights is None else {PART_WEIGHTS: weights}
     elif content is not None or "tool_calls" not in fields:
         kind = "null" if content is None else type(content).__name__
         raise DataError(
             f"message {number} ({message['role']}) has no text content: it is {kind}",
             hint='write "" for empty text; only a message with tool_calls may omit its content',
         )
-    return _normalize_mask(fields, number)
-
-
-def _normalize_mask(message: Message, number: int) -> Message:
-    """Replace `train` and `weight` by `train: False` if the message is not supervised, else remove both."""
-    if "weight" not in message and "train" not in message:
-        return message
-    weight, train = message.get("weight", 1), message.get("train", True)
-    if not isinstance(weight, int | float) or weight not in (0, 1):
-        raise DataError(
-            f"message {number}: weight must be 0 or 1, not {short_repr(weight)}",
-            hint="use 0 for a message that is context only, 1 for a supervised message",
-        )
-    if not isinstance(train, bool):
-        raise DataError(f"message {number}: train must be true or false, not {short_repr(train)}")
-    rest = {name: value for name, value in message.items() if name not in ("weight", "train")}
-    return rest if weight and train else {**rest, "train": False}
+    return normalize_weight(fields, number)
 
 
 def _join_text_parts(parts: list[Any], number: int) -> str:  # Any: JSON values
@@ -126,7 +114,7 @@ def _parse_turn(turn: Any, number: int) -> Message:  # Any: a JSON value
     extra = {
         name: value for name, value in turn.items() if value is not None and name not in ("from", "value")
     }
-    return _normalize_mask({**extra, **_speech(turn, number)}, number)
+    return normalize_weight({**extra, **_speech(turn, number)}, number)
 
 
 def _speech(turn: MessageFields, number: int) -> Message:

@@ -1,20 +1,32 @@
 """Render records to the text that the model reads, and mark its supervised characters."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
-from typing import Any, Literal
+from typing import Any
 
 from whet.data.sources.chat_messages import Message
+from whet.data.sources.message_weights import MARKS, PART_WEIGHTS, record_weight
 from whet.data.sources.record_formats import renaming_hint
 from whet.data.sources.source import Record, validate_record
-from whet.data.tokens.loss_mask import masked_turns
+from whet.data.tokens.loss_mask import (
+    Supervise,
+    WeightedSpan,
+    check_supervise,
+    is_supervised,
+    overlay,
+    selected_turns,
+    turn_weight,
+)
+from whet.data.tokens.template_probe import TemplateProbe, probe_template
 from whet.data.tokens.template_sandbox import Rendered, render_template
+from whet.data.tokens.thinking import complete_opened_turn, thinking_spans
+from whet.data.tokens.tool_calls import normalize_calls, normalize_tools
 from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find_turns
 from whet.errors import DataError, short_repr, shorten
 
-Supervise = Literal["assistant", "last", "all"]
 Spans = Sequence[tuple[int, int]]  # supervised character ranges
 _PREFERENCE_ROLES = (("prompt", "user"), ("chosen", "assistant"), ("rejected", "assistant"))
 
@@ -31,6 +43,7 @@ class Rendering:
     values: tuple[float, ...] = ()  # numeric columns of the record
     only_last: bool = False  # the template rewrites earlier turns, so only the last turn is supervised
     is_classification: bool = False  # an input to classify, without a continuation
+    weights: tuple[float, ...] = ()  # of each span; empty if all are 1
 
 
 @dataclass(frozen=True)
@@ -64,14 +77,23 @@ class Renderer:
         supervise: Supervise = "assistant",
         allow_empty: bool = False,
         today: date | None = None,
+        template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+        supervise_thinking: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
-        self.supervise = supervise
+        self.template_args = check_template_args(template_args or {})
+        self.supervise_thinking = supervise_thinking
+        self.supervise = check_supervise(supervise)
         self.allow_empty = allow_empty  # accept supervised turns that render as empty text
         self.today = today or date.today()
         # the output of such a template depends on the date
         self.is_dated = "strftime_now" in str(tokenizer.chat_template)
         self._skeletons = Skeletons()
+
+    @functools.cached_property
+    def probe(self) -> TemplateProbe:
+        """What the chat template reads and writes."""
+        return probe_tokenizer(self.tokenizer, template_args=self.template_args)
 
     def render(self, record: Record) -> Rendering:
         """Return the text of a record of any format that has tokens to supervise."""
@@ -83,9 +105,15 @@ class Renderer:
         prompt, completion = _plain_parts(record)
         if record.record_format == "completion" and not completion and not self.allow_empty:
             raise _empty_turn_error("the completion", record)
+        if record.record_format != "completion" and self.supervise == "completion":
+            raise DataError(
+                f"{record.origin}: a {record.record_format} record has no completion, and data.supervise is "
+                "completion",
+                hint="set data.supervise to assistant, which supervises plain text as well",
+            )
         text = prompt + completion
         start = 0 if self.supervise == "all" else len(prompt)
-        return Rendering(text, [(start, len(text))], True, True, record.origin)
+        return _weigh(Rendering(text, [(start, len(text))], True, True, record.origin), record)
 
     def render_pair(self, record: Record) -> tuple[Rendering, Rendering]:
         """Return chosen and rejected, each with the prompt; only the completions are supervised."""
@@ -113,7 +141,8 @@ class Renderer:
                 f"{record.origin}: a {record.record_format} record has no label", hint="use input and label"
             )
         text = record.fields["input"]
-        return Rendering(text, [(0, len(text))], True, False, record.origin, is_classification=True)
+        rendering = Rendering(text, [(0, len(text))], True, False, record.origin, is_classification=True)
+        return _weigh(rendering, record)
 
     def _render_completion(
         self, prompt: Any, completion: Any, record: Record, *, allow_empty: bool
@@ -123,7 +152,7 @@ class Renderer:
             if not completion and not allow_empty:
                 raise _empty_turn_error("chosen", record)
             text = prompt + completion
-            return Rendering(text, [(len(prompt), len(text))], True, True, record.origin)
+            return _weigh(Rendering(text, [(len(prompt), len(text))], True, True, record.origin), record)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
             completion = [{"role": "assistant", "content": completion}]
@@ -134,16 +163,15 @@ class Renderer:
             raise DataError(
                 f"{record.origin}: the chat template changes the prompt when a completion follows"
             )
-        masked = {index for index in masked_turns(messages) if index >= len(prompt)}
-        spans = self._unmasked_spans(masked, messages, text, record, start=len(prefix))
+        spans = self._weighted_spans(messages, text, record, start=len(prefix), first=len(prompt))
         if not allow_empty:
             turns = [
                 index
                 for index in range(len(prompt), len(messages))
-                if messages[index]["role"] == "assistant" and index not in masked
+                if messages[index]["role"] == "assistant" and is_supervised(messages[index])
             ]
             self._check_not_empty(dict.fromkeys(turns, (len(prefix), len(text))), messages, text, record)
-        return Rendering(text, spans, False, False, record.origin)
+        return _weigh(_with_spans(Rendering(text, [], False, False, record.origin), spans), record)
 
     def render_question(self, record: Record) -> RenderedPrompt | None:
         """Return the prompt and the expected completion, or None for a record without a completion."""
@@ -222,36 +250,71 @@ class Renderer:
         Turn positions are computed once per sequence of roles, unless a text deviates from that pattern.
         """
         text = self._render_messages(messages, record)
-        masked = masked_turns(messages)
-        # templates cannot render the prompt before the first message
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+        rendering = Rendering(text, [], False, False, record.origin)
         if self.supervise == "all":
-            full_span = (0, len(text))
-            self._check_not_empty({i: full_span for i in turns if i not in masked}, messages, text, record)
-            unmasked = self._unmasked_spans(masked, messages, text, record)
-            return Rendering(text, unmasked, False, False, record.origin)
-        if not turns and messages[0]["role"] == "assistant":
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+            everything = {i: (0, len(text)) for i in turns if is_supervised(messages[i])}
+            self._check_not_empty(everything, messages, text, record)
+            return _weigh(_with_spans(rendering, self._weighted_spans(messages, text, record)), record)
+        if [i for i, message in enumerate(messages) if message["role"] == "assistant"] == [0]:
             raise DataError(
                 f"{record.origin}: the only assistant message is the first message, which has no prompt"
             )
-        supervised = [i for i in (turns if self.supervise == "assistant" else turns[-1:]) if i not in masked]
-        render = self._renderer_for(record)
-        skeleton_spans = None
-        if len(turns) <= MAX_EXACT and not record.fields.get("tools"):
-            skeleton_spans = self._skeletons.spans(_without_train_marks(messages), text, render)
-        spans: Sequence[Span | None]
-        if skeleton_spans is not None:
-            spans = [skeleton_spans[index] for index in supervised]
-        else:
-            spans = find_turns(messages, supervised, text, render)
+        supervised = [i for i in selected_turns(messages, self.supervise) if is_supervised(messages[i])]
+        spans = self._turn_spans(supervised, messages, text, record)
         turn_spans = [span for span in spans if span is not None]
         is_rewritten = len(turn_spans) < len(spans)
         if is_rewritten and (not spans or spans[-1] is None):
-            raise self._lost_turn_error(supervised[-1], messages, text, record)
+            return self._render_opened_turn(supervised, messages, text, record)
         if is_rewritten:
             supervised, turn_spans = supervised[-1:], turn_spans[-1:]
-        self._check_not_empty(dict(zip(supervised, turn_spans, strict=True)), messages, text, record)
-        return Rendering(text, turn_spans, False, False, record.origin, only_last=is_rewritten)
+        found = dict(zip(supervised, turn_spans, strict=True))
+        assistant_spans = {i: span for i, span in found.items() if messages[i]["role"] == "assistant"}
+        self._check_not_empty(assistant_spans, messages, text, record)
+        weighted = [
+            piece
+            for index, span in found.items()
+            for piece in self._weigh_turn(index, span, messages, text, record)
+        ]
+        return _weigh(replace(_with_spans(rendering, weighted), only_last=is_rewritten), record)
+
+    def _turn_spans(
+        self, indices: list[int], messages: list[Message], text: Rendered, record: Record
+    ) -> Sequence[Span | None]:
+        """Return the spans of turns, from the skeleton of their roles if the text has one."""
+        render = self._renderer_for(record)
+        assistant_turns = sum(message["role"] == "assistant" for message in messages[1:])
+        if assistant_turns <= MAX_EXACT and not record.fields.get("tools"):
+            skeleton = self._skeletons.spans(_without_marks(messages), text, render)
+            if skeleton is not None and all(index in skeleton for index in indices):
+                return [skeleton[index] for index in indices]
+        return find_turns(messages, indices, text, render)
+
+    def _render_opened_turn(
+        self, supervised: list[int], messages: list[Message], text: str, record: Record
+    ) -> Rendering:
+        """Render a conversation up to its last supervised turn, which continues a prompt that opens thinking.
+
+        What follows the turn is left out: no supervised token depends on it.
+        """
+        index = supervised[-1]
+        prompt = self._render_messages(messages[:index], record, prompt=True)
+        finished = self._render_messages(messages[: index + 1], record)
+        completed = complete_opened_turn(prompt, finished, messages[index])
+        if completed is None or PART_WEIGHTS in messages[index]:
+            raise self._lost_turn_error(index, messages, text, record)
+        span = (len(prompt), len(completed))
+        if not self.allow_empty and not (messages[index].get("content") or messages[index].get("tool_calls")):
+            raise _empty_turn_error(f"message {index + 1} (assistant)", record)
+        pieces = self._mask_thinking([(*span, turn_weight(messages[index]))], span, completed)
+        rendering = _with_spans(Rendering(completed, [], False, False, record.origin), pieces)
+        return _weigh(replace(rendering, only_last=len(supervised) > 1), record)
+
+    def _mask_thinking(self, pieces: list[WeightedSpan], span: Span, text: str) -> list[WeightedSpan]:
+        """Return the weighted spans of an assistant turn, without its thinking if that is not supervised."""
+        if self.supervise_thinking:
+            return pieces
+        return overlay(pieces, [(low, high, 0.0) for low, high in thinking_spans(text, *span)])
 
     def _lost_turn_error(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
         """Return the error for a turn that does not follow its generation prompt."""
@@ -271,28 +334,60 @@ class Renderer:
             hint="set data.supervise to all",
         )
 
-    def _unmasked_spans(
-        self,
-        masked: Collection[int],
-        messages: list[Message],
-        text: Rendered,
-        record: Record,
-        *,
-        start: int = 0,
-    ) -> Spans:
-        """Return the ranges from `start` to the end, without the masked messages."""
-        ranges = []
-        indices = sorted(masked)
+    def _weighted_spans(
+        self, messages: list[Message], text: Rendered, record: Record, *, start: int = 0, first: int = 0
+    ) -> list[WeightedSpan]:
+        """Return the range from `start` to the end, with the weights of the messages from `first` on."""
+        indices = [
+            index for index, message in enumerate(messages) if index >= first and self._is_weighted(message)
+        ]
+        pieces: list[WeightedSpan] = []
         spans = find_turns(messages, indices, text, self._renderer_for(record))
         for index, span in zip(indices, spans, strict=True):
             if span is None:
                 raise DataError(
-                    f"{record.origin}: the chat template rewrites earlier turns, so the masked message "
-                    f"{index + 1} cannot be found in the rendered text"
+                    f"{record.origin}: the chat template rewrites earlier turns, so message {index + 1}, "
+                    "which has a weight, cannot be found in the rendered text"
                 )
-            ranges.append((start, max(start, span[0])))
-            start = max(start, span[1])
-        return [(low, high) for low, high in (*ranges, (start, len(text))) if low < high]
+            pieces += self._weigh_turn(index, span, messages, text, record)
+        pieces = [(max(low, start), max(high, start), weight) for low, high, weight in pieces]
+        return overlay([(start, len(text), 1.0)], pieces)
+
+    def _is_weighted(self, message: Message) -> bool:
+        """Return whether a message may have characters of another weight than 1."""
+        is_thoughtful = message["role"] == "assistant" and not self.supervise_thinking
+        return turn_weight(message) != 1 or PART_WEIGHTS in message or is_thoughtful
+
+    def _weigh_turn(
+        self, index: int, span: Span, messages: list[Message], text: Rendered, record: Record
+    ) -> list[WeightedSpan]:
+        """Return the span of a turn with its weight, cut where parts of its content have other weights."""
+        pieces = self._weigh_parts(index, span, messages, text, record)
+        return self._mask_thinking(pieces, span, text) if messages[index]["role"] == "assistant" else pieces
+
+    def _weigh_parts(
+        self, index: int, span: Span, messages: list[Message], text: Rendered, record: Record
+    ) -> list[WeightedSpan]:
+        from whet.data.tokens.part_spans import part_boundaries
+
+        weight = turn_weight(messages[index])
+        parts = messages[index].get(PART_WEIGHTS)
+        if parts is None:
+            return [(*span, weight)]
+        lengths = [length for length, _ in parts]
+        render = self._renderer_for(record)
+        cuts = part_boundaries(messages, index, lengths, text=text, span=span, render=render)
+        if cuts is None:
+            raise DataError(
+                f"{record.origin}: the chat template changes the content of message {index + 1}, so its "
+                "weighted parts cannot be found in the rendered text",
+                hint="weigh the message instead of its parts, or end parts with whole words",
+            )
+        pieces = [
+            (low, high, weight if own is None else own)
+            for low, high, (_, own) in zip(cuts, cuts[1:], parts, strict=False)
+        ]
+        return [(low, high, w) for low, high, w in overlay([(*span, weight)], pieces)]
 
     def _check_not_empty(
         self, spans: Mapping[int, Span], messages: list[Message], text: str, record: Record
@@ -302,7 +397,7 @@ class Renderer:
             content = messages[index].get("content") or ""
             if content.strip() and text.find(content.strip(), low, high) >= 0:
                 continue
-            extra_fields = [name for name in messages[index] if name not in ("role", "content", "train")]
+            extra_fields = [name for name in messages[index] if name not in ("role", "content", *MARKS)]
             extra_values = [messages[index][name] for name in extra_fields]
             if high - low < len(text) and _contains_text_of(text[low:high], extra_values):
                 continue
@@ -331,16 +426,19 @@ class Renderer:
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
-        tools = record.fields.get("tools")
+        tools = normalize_tools(record.fields.get("tools"))
+        if any(message.get("tool_calls") for message in messages):
+            messages = normalize_calls(messages, self.probe.tool_arguments)
         # with tool_calls, content may be null: some templates require it, others print None or fail
         has_null = any(message.get("content") is None for message in messages)
         try:
             text = render_chat(
                 self.tokenizer,
-                _without_train_marks(messages),
+                _without_marks(messages),
                 tools=tools,
                 add_generation_prompt=prompt,
                 today=self.today,
+                template_args=self.template_args,
             )
         except DataError as error:
             if has_null:
@@ -359,6 +457,7 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Any = None,  # Any: JSON values
     today: date | None = None,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
 ) -> Rendered:
     """Render messages with a tokenizer's chat template. All chats are rendered by this function."""
     try:
@@ -367,15 +466,77 @@ def render_chat(
         raise DataError(shorten(str(error))) from error
     special = tokenizer.special_tokens_map
     return render_template(
-        template, messages, tools=tools, prompt=add_generation_prompt, special=special, today=today
+        template,
+        messages,
+        tools=tools,
+        prompt=add_generation_prompt,
+        special=special,
+        today=today,
+        arguments=template_args,
     )
 
 
-def _without_train_marks(messages: list[Message]) -> list[Message]:
-    """Return the messages without `train`, which marks the loss mask and is not for templates."""
-    if not any("train" in message for message in messages):
+def probe_tokenizer(
+    tokenizer: Any, *, template_args: Mapping[str, Any] | None = None
+) -> TemplateProbe:  # Any: a transformers tokenizer; JSON values
+    """Probe the chat template of a tokenizer, or its default one and the one for tools."""
+
+    def render(messages: Sequence[Mapping[str, Any]], *, tools: Any, prompt: bool) -> str:
+        chat = [dict(message) for message in messages]
+        return render_chat(
+            tokenizer, chat, tools=tools, add_generation_prompt=prompt, template_args=template_args
+        )
+
+    try:
+        source = str(tokenizer.get_chat_template())
+    except ValueError:  # several templates without a default
+        source = ""
+    return probe_template(source, render, special=list(tokenizer.special_tokens_map))
+
+
+def check_template_args(arguments: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON values
+    """Return the arguments of a template; raise a DataError for names that whet sets itself."""
+    reserved = sorted({"messages", "tools", "add_generation_prompt", "strftime_now"} & arguments.keys())
+    if reserved:
+        raise DataError(
+            f"data.template_args cannot set {', '.join(reserved)}",
+            hint="tools come from the records; the others are set for each conversation",
+        )
+    return dict(arguments)
+
+
+def _without_marks(messages: list[Message]) -> list[Message]:
+    """Return the messages without the fields that set loss weights, which are not for templates."""
+    if not any(name in message for message in messages for name in MARKS):
         return messages
-    return [{name: value for name, value in message.items() if name != "train"} for message in messages]
+    return [{name: value for name, value in message.items() if name not in MARKS} for message in messages]
+
+
+def _with_spans(rendering: Rendering, spans: Sequence[WeightedSpan]) -> Rendering:
+    """Return a rendering with these spans, without those of weight 0."""
+    counted = [span for span in spans if span[2] > 0]
+    weights = tuple(weight for _, _, weight in counted)
+    ranges = [(low, high) for low, high, _ in counted]
+    return replace(rendering, spans=ranges, weights=() if set(weights) <= {1.0} else weights)
+
+
+def _weigh(rendering: Rendering, record: Record) -> Rendering:
+    """Return a rendering with its weights multiplied by that of the record."""
+    try:
+        weight = record_weight(record.fields)
+    except DataError as error:
+        raise DataError(
+            f"{record.origin}: {error.message}", hint="set data.ignore to [weight] if it is not a loss weight"
+        ) from None
+    if weight == 0:
+        raise DataError(
+            f"{record.origin}: the weight of the record is 0, so no token of it is supervised",
+            hint="remove the record, or set data.on_bad_record: skip",
+        )
+    if weight == 1:
+        return rendering
+    weights = rendering.weights or (1.0,) * len(rendering.spans)
+    return replace(rendering, weights=tuple(weight * each for each in weights))
 
 
 def _contains_text_of(turn: str, values: list[Any]) -> bool:  # Any: JSON values

@@ -26,6 +26,7 @@ class Example:
     origin: str
     values: tuple[float, ...] = ()  # numeric columns, for example a difficulty score
     teacher_targets: "tuple[TeacherTargets, ...]" = ()  # of each teacher, at the supervised targets
+    weights: Sequence[float] | np.ndarray | None = None  # loss weight of each token; None: 1 where supervised
 
     @property
     def length(self) -> int:
@@ -74,10 +75,12 @@ class StoredExamples(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]  # slices are not needed
         record = int(self.records[index])
-        tokens, supervised = self.store.read(int(self.starts[index]), int(self.stops[index]))
+        start, stop = int(self.starts[index]), int(self.stops[index])
+        tokens, supervised = self.store.read(start, stop)
         teacher_targets = tuple(logprobs[index] for logprobs in self.teacher_logprobs)
+        origin, values = self.store.origin(record), self.store.column_values(record)
         return Example(
-            tokens, supervised, self.store.origin(record), self.store.column_values(record), teacher_targets
+            tokens, supervised, origin, values, teacher_targets, self.store.read_weights(start, stop)
         )
 
     def supervised_counts(self) -> np.ndarray:

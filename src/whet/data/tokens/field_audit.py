@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from whet.data.sources.chat_messages import MESSAGE_LISTS, without_fields
+from whet.data.sources.message_weights import MARKS
 from whet.data.sources.source import Record
 from whet.data.tokens.chat_template import Renderer
 from whet.errors import DataError
@@ -14,9 +15,7 @@ Unread = Mapping[str, Mapping[str, int]]  # for "record" and "message": field ->
 
 _TESTED_RECORDS = 32  # records to test before the result for a field is assumed for all others
 _MAX_REPORTED = 20  # fields
-_STANDARD_MESSAGE_FIELDS = frozenset(
-    ("role", "content", "train")
-)  # read by every template or by the loss mask
+_STANDARD_MESSAGE_FIELDS = frozenset(("role", "content")) | MARKS  # read by every template or the loss
 
 
 @dataclass

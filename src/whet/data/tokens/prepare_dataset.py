@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -15,16 +15,17 @@ from typing import Any
 from whet.data.class_labels import ClassLabels
 from whet.data.sources.record_formats import describe_fields, require_number
 from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source, validate_record
-from whet.data.tokens.chat_template import Renderer, Rendering, Supervise
+from whet.data.tokens.chat_template import Renderer, Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
+from whet.data.tokens.loss_mask import Supervise
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
 from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
 
 log = logging.getLogger("whet")
 
-VERSION = 7  # of rendering and encoding; a new version invalidates all stores
+VERSION = 8  # of rendering and encoding; a new version invalidates all stores
 _LABELS_VERSION = 1  # of `ClassLabels`; 1 supports soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # per chunk: bounds memory, and is enough to occupy all threads
@@ -38,10 +39,10 @@ def encode_records(
     Args:
         records: The records, for example from `open_source`.
         tokenizer: A fast transformers tokenizer.
-        supervise: Which tokens are supervised: assistant turns, the last one, or everything.
+        supervise: Which tokens are supervised: `assistant`, `last`, `all`, `completion` or a list of roles.
 
     Returns:
-        One example per record, with token ids and a loss mask.
+        One example per record, with token ids, a loss mask and, if the record has any, loss weights.
 
     Raises:
         DataError: A record cannot be rendered, or has no supervised token.
@@ -92,14 +93,25 @@ class Preparation:
         form: Format = "auto",
         labels: ClassLabels | None = None,
         today: date | None = None,
+        weights: bool = True,
+        template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+        supervise_thinking: bool = True,
     ) -> None:
-        self.renderer = Renderer(tokenizer, supervise=supervise, allow_empty=allow_empty, today=today)
+        self.renderer = Renderer(
+            tokenizer,
+            supervise=supervise,
+            allow_empty=allow_empty,
+            today=today,
+            template_args=template_args,
+            supervise_thinking=supervise_thinking,
+        )
         self.encoder = Encoder(tokenizer)
         self.cache = cache
         self.skip_bad = skip_bad
         self.pairs = pairs  # two examples per record: chosen and rejected
         self.columns: tuple[str, ...] = ()  # numeric fields stored with the tokens
         self.form = form  # the record format that the sources require
+        self.allow_weights = weights  # whether the objective uses loss weights
         self.labels = labels  # the classes of a classifier; label values are stored before the columns
 
     def with_columns(self, columns: Sequence[str]) -> "Preparation":
@@ -115,7 +127,7 @@ class Preparation:
         """
         directory = self.cache / self._key(source)
         existing = open_store(directory)
-        if existing is not None and (self.skip_bad or not existing.notes["skipped"]):
+        if existing is not None and self._can_use(existing):
             log.info("%s: using cached tokens", source.name)
             return existing
         tally = _Tally(FieldAudit(self.renderer))
@@ -124,6 +136,10 @@ class Preparation:
             self._examples(source, tally),
             notes=lambda: {"source": source.name, **tally.notes(source)},
         )
+
+    def _can_use(self, store: TokenStore) -> bool:
+        # the error for a weight is raised while its record is rendered
+        return (self.skip_bad or not store.notes["skipped"]) and (self.allow_weights or not store.has_weights)
 
     def questions(self, source: Source) -> list[Question]:
         """Return the prompts of all records that have an answer."""
@@ -151,6 +167,8 @@ class Preparation:
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
             "allow_empty": self.renderer.allow_empty,
+            "template_args": self.renderer.template_args,
+            "supervise_thinking": self.renderer.supervise_thinking,
             "columns": self.columns,
             "pairs": self.pairs,
             "form": self.form,
@@ -220,6 +238,8 @@ class Preparation:
         except DataError as error:
             self._handle_bad_record(error, tally)
             return ()
+        if not self.allow_weights and any(rendering.weights for rendering in group):
+            raise unused_weight_error(record)  # not a bad record: the objective is not for these records
         return tuple(replace(rendering, values=values) for rendering in group)
 
     def _render_group(self, record: Record) -> tuple[Rendering, ...]:
@@ -245,6 +265,15 @@ class Preparation:
         if not self.skip_bad:
             raise error
         tally.skipped.add(error)
+
+
+def unused_weight_error(record: Record) -> DataError:
+    """Return the error for a record with loss weights, for objectives that would ignore them."""
+    return DataError(
+        f"{record.origin}: the record or one of its messages has a weight, which this objective cannot use",
+        hint="use objective.kind: sft or mtp, weights of 0 and 1 on messages only, or set data.ignore to "
+        "[weight]",
+    )
 
 
 def _require_column(record: Record, name: str) -> float:

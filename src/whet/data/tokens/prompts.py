@@ -1,13 +1,17 @@
 """Prompts for generation: the text before the completion of a record, with the record for the rewards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from whet.data.sources.source import Skipped, Source
+from whet.data.sources.chat_messages import MESSAGE_LISTS
+from whet.data.sources.message_weights import PART_WEIGHTS
+from whet.data.sources.source import Record, Skipped, Source
 from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.field_audit import FieldAudit, Unread
+from whet.data.tokens.loss_mask import turn_weight
+from whet.data.tokens.prepare_dataset import unused_weight_error
 from whet.data.tokens.tokenize import Encoder, Question
 from whet.errors import DataError
 
@@ -39,11 +43,16 @@ class Prompts(list[Prompt]):
 
 
 def read_prompts(
-    source: Source, tokenizer: Any, *, skip_bad: bool = False, today: date | None = None
+    source: Source,
+    tokenizer: Any,
+    *,
+    skip_bad: bool = False,
+    today: date | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> Prompts:
-    """Return all prompts of a source. Any: a transformers tokenizer."""
+    """Return all prompts of a source. Any: a transformers tokenizer; JSON values."""
     skipped = Skipped()
-    renderer = Renderer(tokenizer, today=today)
+    renderer = Renderer(tokenizer, today=today, template_args=template_args)
     audit = FieldAudit(renderer)
     prompts = Prompts(_prompts(source, audit, skipped if skip_bad else None))
     prompts.unread_fields = audit.counts()
@@ -65,6 +74,7 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
     for record in source:
         if record.record_format:
             audit.add(record)
+            _check_weights(record)
         try:
             question = encoder.encode_question(renderer.render_prompt(record))
             if not question.tokens:
@@ -75,6 +85,18 @@ def _prompts(source: Source, audit: FieldAudit, skipped: Skipped | None) -> Iter
             skipped.add(error)
         else:
             yield Prompt(question, record.fields)
+
+
+def _check_weights(record: Record) -> None:
+    """Raise an error for messages with other weights than 0 and 1; rewards may read that of a record."""
+    messages = [
+        message
+        for name in MESSAGE_LISTS
+        if isinstance(value := record.fields.get(name), list)
+        for message in value
+    ]
+    if any(turn_weight(message) not in (0, 1) or PART_WEIGHTS in message for message in messages):
+        raise unused_weight_error(record)
 
 
 def select_fitting_prompts(

@@ -1,8 +1,9 @@
 """Render chat templates with the Jinja environment of transformers, limited in steps and memory."""
 
+import contextlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from typing import Any, cast
 
@@ -65,10 +66,30 @@ def render_template(
     prompt: bool = False,
     special: Mapping[str, Any] | None = None,  # Any: the texts of special tokens
     today: date | None = None,
+    arguments: Mapping[str, Any] | None = None,  # Any: JSON values
 ) -> Rendered:
     """Render messages as transformers does. Raises a DataError with the reason if the template fails."""
+    with _template_errors():
+        values = {"documents": None, **(special or {}), **(arguments or {})}
+        size = _json_size(arguments)
+        return _render(
+            source, messages, tools=tools, prompt=prompt, values=values, today=today, argument_size=size
+        )
+
+
+def parse_template(source: str) -> nodes.Template:
+    """Return the syntax tree of a template. Raises a DataError if it is not valid."""
+    with _template_errors():
+        if len(source) > template_limits.MAX_TEMPLATE_CHARS:
+            raise TemplateLimitError(f"it has {len(source):,} characters")
+        return _Environment(Limits()).parse(source)
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Convert the errors of Jinja to DataErrors."""
     try:
-        return _render(source, messages, tools=tools, prompt=prompt, special=special or {}, today=today)
+        yield
     except TemplateLimitError as error:
         message = f"the chat template exceeds a limit of whet: {error}"
         raise DataError(message, hint="use the chat template of a model that you trust") from error
@@ -98,8 +119,9 @@ def _render(
     *,
     tools: Any,
     prompt: bool,
-    special: Mapping[str, Any],
+    values: Mapping[str, Any],
     today: date | None,
+    argument_size: int,
 ) -> Rendered:
     if not messages:
         raise ValueError("there are no messages")
@@ -107,7 +129,7 @@ def _render(
         raise ValueError("tools must be a list of objects")
     chat = [_with_reasoning(message) for message in messages]
     template, limits = _compiled(source)
-    limits.start(messages=len(chat), size=_json_size([chat, tools]))
+    limits.start(messages=len(chat), size=_json_size([chat, tools]) + argument_size)
 
     def strftime_now(text: Any) -> str:
         return (today or datetime.now()).strftime(template_limits.check_date_format(text))
@@ -116,10 +138,9 @@ def _render(
     for piece in template.generate(
         messages=chat,
         tools=tools,
-        documents=None,
         add_generation_prompt=prompt,
         strftime_now=strftime_now,
-        **special,
+        **values,
     ):
         pieces.append(piece)
         limits.position += len(piece)

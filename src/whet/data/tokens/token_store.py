@@ -1,17 +1,21 @@
 """The token store: tokenized records on disk, under a hash of everything they depend on."""
 
 import array
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from whet.errors import CheckpointError, StorageError
 from whet.storage import create_directory_atomically, replace_bytes, write_chunks, write_json
+
+_WEIGHTS = "weights.bin"
+_BACKFILLED = 2**20  # weights that are written at a time
 
 SUPERVISED_BIT = np.uint32(1 << 31)  # set for supervised tokens; token ids are smaller
 _OPEN_ATTEMPTS = 50
@@ -27,6 +31,10 @@ class TokenizedRecord(Protocol):
     @property
     def supervised(self) -> Any:  # Any: a list or an array
         """The loss mask over the tokens."""
+
+    @property
+    def weights(self) -> Any:  # Any: a list, an array or None
+        """The loss weight of each token, or None if it is 1 for all supervised tokens."""
 
     @property
     def origin(self) -> str:
@@ -55,6 +63,8 @@ class TokenStore:
         # [records, columns] numeric columns of each record
         self.values = self._memmap("values.bin", np.float64).reshape(-1, max(1, meta["columns"]))
         self._tokens = self._memmap("tokens.bin", np.uint32)
+        # [tokens] loss weights; only stores of records with weights have them
+        self._weights = self._memmap(_WEIGHTS, np.float32) if _WEIGHTS in meta["sizes"] else None
         self._origins = self._memmap("origins.bin", np.uint8)
         self._origin_bounds = self._memmap("origin_bounds.bin", np.int64)
 
@@ -71,6 +81,15 @@ class TokenStore:
         """Return ids and loss mask of a range of tokens."""
         packed = np.asarray(self._tokens[start:stop])
         return (packed & ~SUPERVISED_BIT).astype(np.int64), (packed & SUPERVISED_BIT) != 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether any supervised token has a loss weight other than 1."""
+        return self._weights is not None
+
+    def read_weights(self, start: int, stop: int) -> np.ndarray | None:
+        """Return the loss weights of a range of tokens, or None if the store has none."""
+        return None if self._weights is None else np.array(self._weights[start:stop])
 
     def origin(self, record: int) -> str:
         """Return the origin of a record."""
@@ -134,13 +153,19 @@ def _write_files(
     supervised_counts, values = array.array("i"), array.array("d")
     largest = columns = 0
     digest = hashlib.sha256()
-    with (staging / "tokens.bin").open("wb") as tokens, (staging / "origins.bin").open("wb") as origins:
+    weights = _WeightWriter(staging / _WEIGHTS)
+    with (
+        (staging / "tokens.bin").open("wb") as tokens,
+        (staging / "origins.bin").open("wb") as origins,
+        contextlib.closing(weights),
+    ):
         for example in examples:
             ids = np.asarray(example.tokens, dtype=np.uint32)
             mask = np.asarray(example.supervised, dtype=bool)
             packed = (ids | (mask * SUPERVISED_BIT)).tobytes()
             tokens.write(packed)
             digest.update(packed)
+            weights.add(mask, example.weights)
             origin = example.origin.encode()
             origins.write(origin)
             bounds.append(bounds[-1] + len(ids))
@@ -154,8 +179,51 @@ def _write_files(
     write_chunks(staging / "learned.bin", [np.asarray(supervised_counts, dtype=np.int32).tobytes()])
     write_chunks(staging / "values.bin", [np.asarray(values, dtype=np.float64).tobytes()])
     sizes = {path.name: path.stat().st_size for path in sorted(staging.glob("*.bin"))}
+    digest.update(weights.digest())
     meta = {"sizes": sizes, "largest": largest, "columns": columns, "digest": digest.hexdigest()}
     write_json(staging / "meta.json", meta | {"notes": notes()})
+
+
+class _WeightWriter:
+    """Writes the weight of each token to a file, which is created by the first weight other than 1."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._before = 0  # number of tokens before the first weight
+
+    def add(self, mask: np.ndarray, weights: Any) -> None:  # Any: a list, an array or None
+        if weights is None and self._file is None:
+            self._before += len(mask)
+            return
+        if self._file is None:
+            self._file = self._path.open("wb")
+            self._backfill()
+        values = mask if weights is None else np.asarray(weights)
+        self._write(values.astype(np.float32))
+
+    def _backfill(self) -> None:
+        """Write ones for the records before the first weight; those of unsupervised tokens are not read."""
+        remaining = self._before
+        while remaining:
+            count = min(remaining, _BACKFILLED)
+            self._write(np.ones(count, dtype=np.float32))
+            remaining -= count
+
+    def _write(self, weights: np.ndarray) -> None:
+        assert self._file is not None
+        data = weights.tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+
+    def digest(self) -> bytes:
+        """Return a hash of the weights, which is empty if there are none."""
+        return b"" if self._file is None else self._digest.digest()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _wait_for_store(directory: Path) -> TokenStore | None:

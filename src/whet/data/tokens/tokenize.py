@@ -10,10 +10,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from whet.data.sources.source import Record
-from whet.data.tokens.chat_template import RenderedPrompt, Rendering, Supervise
+from whet.data.tokens.chat_template import RenderedPrompt, Rendering
 from whet.data.tokens.examples import Example
 from whet.data.tokens.long_texts import MAX_WINDOW_CHARS, Tokens, encode_long
-from whet.data.tokens.loss_mask import tokens_inside
+from whet.data.tokens.loss_mask import Supervise, token_weights, tokens_inside
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.errors import DataError
 
@@ -104,7 +104,7 @@ class Encoder:
         [encoding] = self.tokenize_batch([prompt.prompt])
         if isinstance(encoding, DataError):
             raise encoding
-        tokens, _ = self._ids_and_mask(prompt.prompt, encoding)
+        tokens, _, _ = self._ids_and_mask(prompt.prompt, encoding)
         return Question(tokens.tolist(), prompt.question, prompt.answer, prompt.prompt.origin, prompt.group)
 
     def tokenize_batch(self, renderings: Sequence[Rendering]) -> list[Any]:
@@ -158,16 +158,18 @@ class Encoder:
         # Any: tokenizers' Encoding
         if rendering.is_classification:
             return _classification_example(rendering, encoding.ids)
-        tokens, mask = self._ids_and_mask(rendering, encoding)
+        tokens, mask, weights = self._ids_and_mask(rendering, encoding)
         if not mask[1:].any():
             return DataError(
                 f"{rendering.origin}: no token of this example is supervised",
                 hint="it needs an assistant message without weight: 0, a completion or text",
             )
-        return Example(tokens, mask, rendering.origin, rendering.values)
+        return Example(tokens, mask, rendering.origin, rendering.values, weights=weights)
 
-    def _ids_and_mask(self, rendering: Rendering, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and loss mask. Any: tokenizers' Encoding.
+    def _ids_and_mask(
+        self, rendering: Rendering, encoding: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return ids, loss mask and, if the rendering has any, loss weights. Any: tokenizers' Encoding.
 
         A token is supervised if any of its characters is in a supervised span.
         """
@@ -179,15 +181,22 @@ class Encoder:
         tokens = np.empty(size + 1, dtype=np.uint32)
         tokens[:size] = ids if size == len(ids) else ids[:size]
         mask = np.zeros(size + 1, dtype=bool)
+        weights = None
         if _is_fully_supervised(rendering):
             mask[front : size - back] = True
+        elif rendering.weights:
+            weights = np.zeros(size + 1, dtype=np.float32)
+            weights[:size] = token_weights(encoding.offsets[:size], rendering.spans, rendering.weights)
+            mask = weights > 0
         else:
             mask[:size] = tokens_inside(encoding.offsets[:size], rendering.spans)
         has_eos = size > 0 and ids[size - 1] == eos and mask[size - 1]  # part of the text, and supervised
         if eos is not None and not has_eos:
             tokens[size], mask[size] = eos, True
             size += 1
-        return tokens[:size], mask[:size]
+        if rendering.weights and (weights is None or rendering.is_plain):  # plain text has one weight
+            weights = mask * np.float32(rendering.weights[0])
+        return tokens[:size], mask[:size], None if weights is None else weights[:size]
 
 
 def encode_prompt_ids(tokenizer: Any, text: str) -> list[int]:  # Any: a transformers tokenizer

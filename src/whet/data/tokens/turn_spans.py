@@ -52,7 +52,7 @@ class _TurnFinder:
         else:
             content_kind = "unchanged" if content in segment else "trimmed"
         neighbor_roles = (self.messages[index + step]["role"] for step in (-1, 1))
-        return (content_kind, *neighbor_roles, *sorted(message))
+        return (content_kind, message["role"], *neighbor_roles, *sorted(message))
 
     def frame(self, index: int, span: Span) -> _Frame | None:
         """Return the frame of a turn with a known span, or None if the span starts before its message."""

@@ -37,7 +37,10 @@ class ClassifyRecipe(Recipe[ClassifyObjective]):
         """Request labels, a held-out share of each class, and oversampling if it is configured."""
         section = self.section
         return Needs(
-            labels=labels_of(section), valid_share=section.valid_share, oversample=section.oversample
+            labels=labels_of(section),
+            valid_share=section.valid_share,
+            oversample=section.oversample,
+            weights=False,
         )
 
     def step_shape(self) -> StepShape:

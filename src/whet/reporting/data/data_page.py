@@ -109,7 +109,8 @@ def _piece(piece: Piece) -> str:
     """Return a token as HTML. Invisible characters are already escaped, so its line breaks are kept."""
     kinds = " ".join(name for name, is_set in (("l", piece.supervised), ("s", piece.special)) if is_set)
     ids = " ".join(map(str, piece.ids))
-    return f"<span class='{kinds}' title='{ids}'>{escape(piece.text)}</span>"
+    weight = f"; weight {piece.weight:g}" if piece.supervised and piece.weight != 1 else ""
+    return f"<span class='{kinds}' title='{ids}{weight}'>{escape(piece.text)}</span>"
 
 
 def _micro_batch(view: DataView) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """The data of a run as text: colored on a terminal, elsewhere with brackets around supervised tokens."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
@@ -12,6 +13,7 @@ from whet.data.inspect.token_text import Piece, to_visible_text
 from whet.reporting.data.data_wording import model_line, sample_title, split_rows, step_rows, tokenizer_rows
 
 _SUPERVISED, _CONTEXT, _SPECIAL, _PADDING = "bold green", "dim", "magenta", "dim red"
+_WEIGHT = "yellow"
 _BAR, _ROW = 40, 72  # columns
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _MAX_DETAILS = 5  # per problem, without --check
@@ -86,13 +88,14 @@ class DataText:
             self._console.print(Text("    ").append_text(line))
 
     def _pieces(self, pieces: Sequence[Piece]) -> Text:
-        text, in_supervised = Text(), False
-        for piece in pieces:
-            if self._plain and piece.supervised != in_supervised:
-                text = text.append("⟦") if piece.supervised else _close_bracket(text)
-            in_supervised = piece.supervised
-            text.append(piece.text, style=_style(piece))
-        return _close_bracket(text) if self._plain and in_supervised else text
+        text = Text()
+        for weight, group in groupby(pieces, key=lambda piece: piece.weight if piece.supervised else 0.0):
+            shown_weight = f"{weight:g}\u00d7" if weight not in (0, 1) else ""
+            text.append(f"⟦{shown_weight}" if self._plain and weight else shown_weight, style=_WEIGHT)
+            for piece in group:
+                text.append(piece.text, style=_style(piece))
+            text = _close_bracket(text) if self._plain and weight else text
+        return text
 
     def _micro_batch(self, rows: Sequence[DisplayedRow], count: int) -> None:
         width = max(sum(d.length for d in row.documents) + row.padding for row in rows)

@@ -1,5 +1,7 @@
 """The wording of data facts, shared by the text and the HTML view."""
 
+from collections.abc import Mapping
+
 from whet.config.preset import Preset
 from whet.data.inspect.data_facts import MAX_COUNTED_FORMATS, DataView, Sample, SplitFacts
 from whet.data.inspect.step_facts import StepFacts
@@ -34,7 +36,10 @@ def tokenizer_rows(view: DataView) -> WordingRows:
     if tokenizer.template is None:
         return [*rows, ("template", "none: chat messages cannot be used")]
     lines = tokenizer.template.count("\n") + 1
-    return [*rows, ("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {tokenizer.template_digest}")]
+    rows.append(("template", f"{lines:,} line{'s' * (lines != 1)}, sha256 {tokenizer.template_digest}"))
+    if tokenizer.probe is not None:
+        rows.append(("", "; ".join(tokenizer.probe.describe())))
+    return rows
 
 
 def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
@@ -59,6 +64,8 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
         ("too long", f"{', '.join(too_long) or 'none'} (data.max_length {view.config.data.max_length:,})"),
         ("duplicates", _duplicates(split.duplicates.count, split.duplicates.pair)),
     ]
+    if split.weights is not None:
+        rows.append(("weights", _weights(split.weights)))
     if split.classes:
         rows.append(("classes", split.classes))
     rows += [
@@ -71,6 +78,15 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
         if "BOS" in view.tokenizer.special:
             rows.append(("double BOS", f"{split.doubled_bos:,}" if split.doubled_bos else "none"))
     return rows
+
+
+def _weights(counts: Mapping[float, int]) -> str:
+    """Return how many supervised tokens have each loss weight; a long list without its middle."""
+    items = [f"{weight:g} on {count:,} tokens" for weight, count in counts.items()]
+    middle = [f"{len(items) - 6:,} other weights"] if len(items) > 7 else []
+    shown = [*items[:3], *middle, *items[-3:]] if middle else items
+    total = sum(weight * count for weight, count in counts.items())
+    return f"{', '.join(shown)}; sum {total:,.6g}"
 
 
 def sample_title(sample: Sample) -> str:
