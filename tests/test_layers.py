@@ -157,7 +157,7 @@ print(*(name for name, module in sys.modules.items()
         "model_io.gguf",
     )
     assert [name for name in loaded if name.removeprefix("whet.").startswith(unneeded)] == []
-    assert len(loaded) <= 166
+    assert len(loaded) <= 160
 
 
 @pytest.mark.parametrize("package", ["whet", *(f"whet.{name}" for name in whet._MODULES if name != "errors")])

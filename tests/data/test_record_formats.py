@@ -77,7 +77,7 @@ def parts(*texts):
          {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}),
         ({"chosen": "q: gray", "rejected": "q: green"}, "preference", {"prompt": "q:", "chosen": " gray", "rejected": " green"}),
         ({"prompt": [USER, REPLY, MORE], "completion": [OTHER]}, "messages",
-         {"messages": [USER, {**REPLY, "train": False}, MORE, OTHER], "prompt": [USER, REPLY, MORE], "completion": "b"}),
+         {"messages": [USER, {**REPLY, "weight": 0.0}, MORE, OTHER], "prompt": [USER, REPLY, MORE], "completion": "b"}),
         ({"prompt": [USER], "completion": "a"}, "messages", {"messages": [USER, REPLY], "completion": "a"}),
         ({"prompt": "q", "completion": [REPLY]}, "messages", {"messages": [USER, REPLY], "prompt": [USER]}),
         ({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "messages",

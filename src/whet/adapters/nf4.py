@@ -170,3 +170,10 @@ class _FrozenLinear(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:  # Any: autograd's context and its tuple
         with torch.autocast(upstream.device.type, enabled=False):
             return (upstream @ ctx.layer.weight).to(ctx.dtype), None
+
+
+def quantized_size(model: nn.Module) -> tuple[int, int]:
+    """Return the number of weights in 4 bits, and the bytes of their codes and scales."""
+    layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    size = sum(b.numel() * b.element_size() for layer in layers for b in layer.buffers())
+    return sum(layer.in_features * layer.out_features for layer in layers), size

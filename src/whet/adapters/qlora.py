@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import replace_module
-from whet.adapters.nf4 import NF4Linear, bitsandbytes_functional
+from whet.adapters.nf4 import NF4Linear, bitsandbytes_functional, quantized_size
 from whet.adapters.targets import linear_layers
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
@@ -44,10 +44,3 @@ def quantize_base(model: LanguageModel, *, device: torch.device, dtype: torch.dt
         backend,
     )
     return model
-
-
-def quantized_size(model: nn.Module) -> tuple[int, int]:
-    """Return the number of weights in 4 bits, and the bytes of their codes and scales."""
-    layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
-    size = sum(b.numel() * b.element_size() for layer in layers for b in layer.buffers())
-    return sum(layer.in_features * layer.out_features for layer in layers), size

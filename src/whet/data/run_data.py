@@ -12,7 +12,6 @@ import numpy as np
 
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
-from whet.data.class_labels import ClassLabels
 from whet.data.packing import StepSettings
 from whet.data.sources.source import (
     Format,
@@ -43,6 +42,7 @@ from whet.models.stop_tokens import stop_tokens
 from whet.storage import tokens_dir
 
 if TYPE_CHECKING:
+    from whet.data.class_labels import ClassLabels
     from whet.data.tokens.prompts import Prompts
 
 log = logging.getLogger("whet")
@@ -57,7 +57,7 @@ class Needs:
     pairs: bool = False
     prompts: bool = False  # only the prompts; the record is passed to the rewards
     columns: tuple[str, ...] = ()
-    labels: ClassLabels | None = None
+    labels: "ClassLabels | None" = None
     scored_from: tuple[str, ...] = ()  # fields from which the columns were computed before the run
     valid_share: float = 0.0  # share of each class to hold out for validation without data.valid
     oversample: bool = False  # repeat examples of rare classes

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from whet.adapters.qlora import quantized_size
+from whet.adapters.nf4 import quantized_size
 from whet.config.run_config import RunConfig
 from whet.data.batches import Axis, StepStream
 from whet.data.packing import StepSettings

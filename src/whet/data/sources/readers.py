@@ -18,7 +18,6 @@ from whet.data.sources.compressed_files import (
 )
 from whet.data.sources.record_formats import is_record
 from whet.data.sources.strict_json import JsonFields, parse_json_bytes, require_object
-from whet.data.sources.tables import iter_table_rows, record_from_cells
 from whet.error_boundary import invalid_input_errors
 from whet.errors import DataError
 
@@ -127,6 +126,8 @@ def read_tsv(path: Path, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
 
 
 def _read_delimited(path: Path, delimiter: str, columns: Columns) -> Iterator[SourceRow]:
+    from whet.data.sources.tables import record_from_cells
+
     csv.field_size_limit(MAX_RECORD_BYTES)  # a global setting of the csv module
     with open_data_file(path) as file:
         lines = LineReader(file, path)
@@ -205,6 +206,8 @@ def read_parquet(path: Path) -> Iterator[SourceRow]:
         from pyarrow import parquet
     except ImportError as error:
         raise missing_extra_error(str(path), error) from error
+    from whet.data.sources.tables import iter_table_rows
+
     unreadable = invalid_input_errors(f"{path} cannot be read", kind=DataError, hint="write the file again")
     with open_data_file(path) as file, unreadable:
         # small reads: the defaults would load complete columns of a row group, or of the file

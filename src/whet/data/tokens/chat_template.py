@@ -23,7 +23,6 @@ from whet.data.tokens.loss_mask import (
 from whet.data.tokens.template_probe import TemplateProbe, probe_template
 from whet.data.tokens.template_sandbox import Rendered, render_template
 from whet.data.tokens.thinking import complete_opened_turn, thinking_spans
-from whet.data.tokens.tool_calls import normalize_calls, normalize_tools
 from whet.data.tokens.turn_spans import MAX_EXACT, Render, Skeletons, Span, find_turns
 from whet.errors import DataError, short_repr, shorten
 
@@ -368,12 +367,12 @@ class Renderer:
     def _weigh_parts(
         self, index: int, span: Span, messages: list[Message], text: Rendered, record: Record
     ) -> list[WeightedSpan]:
-        from whet.data.tokens.part_spans import part_boundaries
-
         weight = turn_weight(messages[index])
         parts = messages[index].get(PART_WEIGHTS)
         if parts is None:
             return [(*span, weight)]
+        from whet.data.tokens.part_spans import part_boundaries
+
         lengths = [length for length, _ in parts]
         render = self._renderer_for(record)
         cuts = part_boundaries(messages, index, lengths, text=text, span=span, render=render)
@@ -426,8 +425,11 @@ class Renderer:
                 f"{record.origin}: chat messages need a chat template, and this tokenizer has none",
                 hint="use prompt + completion or text records, or an instruct model",
             )
-        tools = normalize_tools(record.fields.get("tools"))
-        if any(message.get("tool_calls") for message in messages):
+        tools = record.fields.get("tools")
+        if tools is not None or any(message.get("tool_calls") for message in messages):
+            from whet.data.tokens.tool_calls import normalize_calls, normalize_tools
+
+            tools = normalize_tools(tools)
             messages = normalize_calls(messages, self.probe.tool_arguments)
         # with tool_calls, content may be null: some templates require it, others print None or fail
         has_null = any(message.get("content") is None for message in messages)

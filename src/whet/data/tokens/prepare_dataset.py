@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whet.data.class_labels import ClassLabels
 from whet.data.sources.record_formats import describe_fields, require_number
 from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source, validate_record
 from whet.data.tokens.chat_template import Renderer, Rendering
@@ -22,6 +21,9 @@ from whet.data.tokens.loss_mask import Supervise
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
 from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
+
+if TYPE_CHECKING:
+    from whet.data.class_labels import ClassLabels
 
 log = logging.getLogger("whet")
 
@@ -91,7 +93,7 @@ class Preparation:
         allow_empty: bool = False,
         pairs: bool = False,
         form: Format = "auto",
-        labels: ClassLabels | None = None,
+        labels: "ClassLabels | None" = None,
         today: date | None = None,
         weights: bool = True,
         template_args: Mapping[str, Any] | None = None,  # Any: JSON values
