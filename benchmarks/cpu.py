@@ -188,7 +188,7 @@ def peer_step(records):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from whet.model_io.hub import resolve_model
+    from whet.model_io.resolve_model import resolve_model
 
     directory = resolve_model(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -26,7 +26,7 @@ from whet.data.sources.source import open_source
 from whet.data.synthetic.house import house
 from whet.data.tokens.examples import Example, build_examples
 from whet.data.tokens.prepare_dataset import Preparation
-from whet.model_io.hub import resolve_model
+from whet.model_io.resolve_model import resolve_model
 
 MODEL = "smollm2-135m-instruct"
 WORDS = "the model reads a page of plain words and learns to say what comes next in it again".split()

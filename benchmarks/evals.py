@@ -29,7 +29,7 @@ def load_models():
     from lm_eval.models.huggingface import HFLM
 
     from whet.evaluation.harness import HarnessModel
-    from whet.model_io.hub import resolve_model
+    from whet.model_io.resolve_model import resolve_model
 
     directory = str(resolve_model(MODEL))
     models = {"whet": HarnessModel(directory, dtype="float32", device="cpu")}

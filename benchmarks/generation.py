@@ -23,7 +23,7 @@ from benchmarks.machine import describe_machine
 from whet.generation.engine import generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.generation.sampling import Sampling
-from whet.model_io.hub import resolve_model
+from whet.model_io.resolve_model import resolve_model
 from whet.ops.linear import linear
 
 MODEL = "smollm2-135m-instruct"

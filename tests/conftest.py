@@ -68,7 +68,7 @@ def static_steps(monkeypatch):
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """SmolLM2-135M-Instruct from whet's cache, which `make test` fills before the tests."""
-    from whet.model_io.hub import resolve_model
+    from whet.model_io.resolve_model import resolve_model
 
     return resolve_model("smollm2-135m-instruct")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from whet import rl as rl
     from whet.adapters.adapter import adapters_off as adapters_off
     from whet.adapters.attach import attach_lora as attach_lora
-    from whet.adapters.attach import merge as merge
+    from whet.adapters.merge import merge as merge
     from whet.api import benchmark as benchmark
     from whet.api import evaluate as evaluate
     from whet.api import export as export
@@ -75,7 +75,8 @@ __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
-    "adapters.attach": ("attach_lora", "merge"),
+    "adapters.attach": ("attach_lora",),
+    "adapters.merge": ("merge",),
     "api": ("benchmark", "evaluate", "export", "resume", "train"),
     "config.run_config": ("RunConfig",),
     "errors": ("WhetError",),

@@ -340,7 +340,7 @@ def export(
 
 def _run_of(model: object) -> Path | None:
     """Return the run directory that a model argument names, or None."""
-    from whet.model_io.resolve import expand_user
+    from whet.model_io.base_models import expand_user
     from whet.runs.run_files import is_run
 
     path = expand_user(model) if isinstance(model, str | Path) else None
@@ -351,8 +351,8 @@ def _evaluate_other_model(
     model: str | Path, data: "SourceSpec"
 ) -> dict[str, Any] | None:  # Any: as in `evaluate`
     """Evaluate a quality model or a classifier; return None for a language model."""
+    from whet.model_io.base_models import local_model_directory
     from whet.model_io.formats.classifier_head import is_classifier
-    from whet.model_io.resolve import local_model_directory
     from whet.run_directory import ARCH_FILE
 
     directory = Path(local_model_directory(model)).expanduser()

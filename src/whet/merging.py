@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from whet.lazy_import import lazy_getattr
 
 if TYPE_CHECKING:
-    from whet.adapters.attach import merge as merge
+    from whet.adapters.merge import merge as merge
     from whet.model_io.merging.adapter_set import AdapterSet as AdapterSet
     from whet.model_io.merging.merge_methods import average as average
     from whet.model_io.merging.merge_methods import dare as dare
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from whet.model_io.merging.merge_models import merge_models as merge_models
 
 _MODULE_OF = {
-    "merge": "adapters.attach",
+    "merge": "adapters.merge",
     "AdapterSet": "model_io.merging.adapter_set",
     "merge_models": "model_io.merging.merge_models",
     "average": "model_io.merging.merge_methods",

@@ -14,8 +14,7 @@ from tiny import run_config
 from tiny_adapters import load, shake, tokens, write_base
 from whet.adapters import nf4
 from whet.adapters.adapter import adapters_off
-from whet.adapters.nf4 import NF4Linear
-from whet.adapters.nf4 import quantized_size
+from whet.adapters.nf4 import NF4Linear, quantized_size
 from whet.errors import ConfigError, ModelError
 from whet.model_io.load import load_quantized
 from whet.training.callbacks import Callback, StopRun

@@ -213,7 +213,7 @@ def test_train_prints_test_metrics(cli, tmp_path, tiny_directory):
 
 
 def test_unexpected_error_prints_one_line_with_debug_hint(cli, monkeypatch):
-    monkeypatch.setattr("whet.model_io.hub.resolve_model", lambda name: 1 / 0)
+    monkeypatch.setattr("whet.model_io.resolve_model.resolve_model", lambda name: 1 / 0)
     code, _, err = cli("pull", "x")
     assert code == 1
     assert err.splitlines() == [
@@ -406,7 +406,7 @@ def test_doctor_recommends_model_sizes(cli, monkeypatch):
 
 
 def test_doctor_lists_cached_models(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr("whet.model_io.hub.cached_models", lambda: [("a-model", 2**29)])
+    monkeypatch.setattr("whet.model_io.resolve_model.cached_models", lambda: [("a-model", 2**29)])
     monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     lines = [line.split() for line in cli("doctor")[1].splitlines()]
     assert lines[-2:] == [["cache", str(tmp_path)], ["a-model", "0.50", "GiB"]]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import whet
 from tiny import run_config
 from whet.cli.app import app
-from whet.model_io.hub import hub_id
-from whet.model_io.resolve import base_model_of
+from whet.model_io.base_models import base_model_of
+from whet.model_io.resolve_model import hub_id
 
 ALIAS, HUB_ID = "smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"
 TOKENS = torch.tensor([[5, 17, 99, 3, 250, 41]])

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.adapters.adapter import adapters_off, named_adapters
-from whet.adapters.attach import attach_lora, merge
+from whet.adapters.attach import attach_lora
+from whet.adapters.merge import merge
 from whet.data.batches import make_batch
 from whet.data.tokens.examples import Example
 from whet.errors import ModelError

@@ -189,20 +189,3 @@ def _check_rank(name: str, rank: int, shape: tuple[int, int]) -> None:
             f"rank {rank} is too large for {name}, which maps {shape[0]} values to {shape[1]}",
             hint="lower method.rank, or set a smaller rank for this layer: method.rank_pattern",
         )
-
-
-def merge(model: LanguageModel) -> LanguageModel:
-    """Merge every adapter into its base weight and remove it, in place.
-
-    Quantized layers become plain linear layers. `model.name` is cleared, because the result is no longer the
-    model that was loaded.
-    """
-    with torch.no_grad():
-        for name, module in list(named_adapters(model)):
-            replace_module(model, name, module.merged_module())
-            model.name = None
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, NF4Linear):
-                replace_module(model, name, layer.to_linear())
-                model.name = None
-    return model

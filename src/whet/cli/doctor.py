@@ -46,7 +46,7 @@ def _print_machine() -> None:
     import torch
 
     from whet.hardware import GIB, choose_device, choose_precision, find_peak
-    from whet.model_io.hub import cached_models
+    from whet.model_io.resolve_model import cached_models
     from whet.ops.attention import describe_backend
     from whet.ops.dispatch import FAST, REFERENCE_VARIABLE, current_paths
     from whet.runs.provenance import versions

@@ -91,8 +91,8 @@ def command(
 
 def _evaluate(model: str, data: str, *, as_json: bool, **settings: Any) -> None:  # Any: as in whet.evaluate
     from whet.api import evaluate
+    from whet.model_io.base_models import local_model_directory
     from whet.model_io.formats.classifier_head import is_classifier
-    from whet.model_io.resolve import local_model_directory
     from whet.reporting.console import stderr_console
     from whet.reporting.progress import format_metrics
     from whet.reporting.text.classifier_text import classification_text

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from whet.errors import ModelError
-from whet.model_io.resolve import base_model_of, local_model_directory
+from whet.model_io.base_models import base_model_of, local_model_directory
 from whet.storage import file_sha256
 
 _SAMPLE = 2**14  # values per tensor, roughly

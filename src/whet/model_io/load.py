@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from whet.adapters.attach import attach_from_config, merge
+from whet.adapters.attach import attach_from_config
 from whet.config.load_config import load_config
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
@@ -15,13 +15,7 @@ from whet.config.preset import Preset
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 from whet.hardware import choose_device, choose_precision
-from whet.model_io.checkpoint_weights import copy_trained_parameters, read_trained_parameters
-from whet.model_io.config_json import read_config, read_spec
-from whet.model_io.file_checks import check_weight
-from whet.model_io.formats.adapter_files import NF4_BASE, QUANTIZATION_FILE, load_adapter
-from whet.model_io.formats.classifier_head import SCORE, is_classifier
-from whet.model_io.hub import resolve_model
-from whet.model_io.resolve import (
+from whet.model_io.base_models import (
     absolute_path_or_name,
     base_model_of,
     config_of_checkpoint,
@@ -29,6 +23,12 @@ from whet.model_io.resolve import (
     local_model_directory,
     starting_model,
 )
+from whet.model_io.checkpoint_weights import copy_trained_parameters, read_trained_parameters
+from whet.model_io.config_json import read_config, read_spec
+from whet.model_io.file_checks import check_weight
+from whet.model_io.formats.adapter_files import NF4_BASE, QUANTIZATION_FILE, load_adapter
+from whet.model_io.formats.classifier_head import SCORE, is_classifier
+from whet.model_io.resolve_model import resolve_model
 from whet.model_io.safetensors import TensorFiles, load_parameters
 from whet.model_io.tokenizer import load_model_tokenizer
 from whet.models import families
@@ -170,6 +170,8 @@ def load_base(
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
     is_checkpoint = config_of_checkpoint(name_or_path) is not None
     model.name = None if is_checkpoint else absolute_path_or_name(name_or_path)
+    from whet.adapters.merge import merge
+
     return merge(model), tokenizer
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from whet.config.preset import Preset
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
+from whet.model_io.base_models import base_model_of, expand_user, local_model_directory, starting_model
 from whet.model_io.file_checks import check_links
-from whet.model_io.hub import resolve_model
-from whet.model_io.resolve import base_model_of, expand_user, local_model_directory, starting_model
+from whet.model_io.resolve_model import resolve_model
 from whet.model_io.safetensors import (
     TOKENIZER_FILES,
 )

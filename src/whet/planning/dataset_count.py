@@ -7,7 +7,7 @@ from whet.config.run_config import RunConfig
 from whet.data.inspect.step_facts import plan_steps
 from whet.data.run_data import RunData
 from whet.errors import WhetError
-from whet.model_io.hub import config_directory
+from whet.model_io.resolve_model import config_directory
 from whet.model_io.tokenizer import has_tokenizer, load_tokenizer, new_tokenizer
 from whet.planning.plan import DatasetCounts
 from whet.recipes.registry import record_needs

@@ -16,9 +16,9 @@ from whet.data.batches import Batch
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ConfigError, ModelError, prefix_errors
 from whet.hardware import Precision
+from whet.model_io.base_models import starting_model
 from whet.model_io.config_json import read_config, read_spec
-from whet.model_io.hub import config_directory
-from whet.model_io.resolve import starting_model
+from whet.model_io.resolve_model import config_directory
 from whet.models import families
 from whet.models.decoder import Decoder
 from whet.models.from_scratch.new_model import preset_model_spec

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from whet.config.preset import Preset
+from whet.model_io.base_models import base_model_of, local_model_directory, starting_model
 from whet.model_io.config_json import read_config, read_spec
-from whet.model_io.hub import resolve_model
-from whet.model_io.resolve import base_model_of, local_model_directory, starting_model
+from whet.model_io.resolve_model import resolve_model
 from whet.models import families
 from whet.models.costs import ModelSummary, parameter_counts
 from whet.models.from_scratch.new_model import preset_model_spec

@@ -7,13 +7,13 @@ from typing import Any  # everywhere below: tokenizers, and models of libraries 
 import torch
 
 from whet.adapters.adapter import named_adapters
-from whet.adapters.attach import merge
+from whet.adapters.merge import merge
 from whet.errors import ConfigError, ModelError
+from whet.model_io.base_models import base_model_of, local_model_directory
 from whet.model_io.export.export_check import Check
 from whet.model_io.formats.adapter_files import QUANTIZATION_FILE, save_adapter
 from whet.model_io.formats.classifier_head import ClassifierInfo, StoredHead, read_head
 from whet.model_io.load import load_without_head
-from whet.model_io.resolve import base_model_of, local_model_directory
 from whet.model_io.save import save
 from whet.models.heads import pool_hidden_states
 from whet.models.language_model import LanguageModel

@@ -8,11 +8,11 @@ import torch
 
 from whet.adapters.adapter import named_adapters
 from whet.errors import ConfigError, ModelError, RunError
+from whet.model_io.base_models import base_model_of, config_of_checkpoint, expand_user, local_model_directory
 from whet.model_io.export.logit_difference import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.model_io.formats.adapter_files import save_adapter
-from whet.model_io.hub import resolve_model
 from whet.model_io.load import load
-from whet.model_io.resolve import base_model_of, config_of_checkpoint, expand_user, local_model_directory
+from whet.model_io.resolve_model import resolve_model
 from whet.model_io.safetensors import TensorFiles
 from whet.model_io.save import save_model
 from whet.models.language_model import LanguageModel

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from whet.errors import ConfigError
+from whet.model_io.base_models import base_model_of, local_model_directory
 from whet.model_io.export.export_check import Check, check_export
 from whet.model_io.export.export_classifier import check_classifier, load_classifier_exact, write_classifier
 from whet.model_io.export.export_model import (
@@ -19,7 +20,6 @@ from whet.model_io.export.export_model import (
     write_export,
 )
 from whet.model_io.formats.classifier_head import is_classifier
-from whet.model_io.resolve import base_model_of, local_model_directory
 
 Layout = Literal["hf", "peft", "mlx", "gguf"]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}

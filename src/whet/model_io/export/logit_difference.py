@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from whet.adapters.adapter import named_adapters
-from whet.adapters.attach import merge
+from whet.adapters.merge import merge
 from whet.errors import ModelError
 from whet.models.language_model import LanguageModel
 

@@ -11,7 +11,7 @@ from whet.model_io.file_checks import check_links
 from whet.model_io.formats.adapter_state import MLX_WEIGHTS, attach_stored, collect_adapter
 from whet.model_io.formats.classifier_head import StoredHead
 from whet.model_io.formats.peft import read_peft
-from whet.model_io.hub import hub_id
+from whet.model_io.resolve_model import hub_id
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.language_model import LanguageModel
 from whet.storage import create_directory_atomically, remove_temporary_files, write_json

@@ -10,12 +10,12 @@ import torch
 from whet.adapters.adapter import Adapter, named_adapters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
+from whet.model_io.base_models import base_model_of, config_of_checkpoint, local_model_directory
 from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
-from whet.model_io.hub import resolve_model
 from whet.model_io.load import load, load_quantized
 from whet.model_io.merging.adapter_set import merge_in_float32
-from whet.model_io.resolve import base_model_of, config_of_checkpoint, local_model_directory
+from whet.model_io.resolve_model import resolve_model
 from whet.model_io.safetensors import TensorFiles
 from whet.models import families
 from whet.models.language_model import LanguageModel

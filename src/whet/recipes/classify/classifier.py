@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from whet.adapters.adapter import named_adapters
-from whet.adapters.attach import make_trainable, merge
+from whet.adapters.attach import make_trainable
 from whet.adapters.layers.lora_linear import LoRALinear
+from whet.adapters.merge import merge
 from whet.config.run_config import optim_groups
 from whet.config.section import PrecisionName
 from whet.data.batches import Batch, make_batch

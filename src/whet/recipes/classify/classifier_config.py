@@ -14,6 +14,7 @@ from whet.config.optim import Optim
 from whet.config.run_config import RunConfig
 from whet.config.section import PrecisionName
 from whet.errors import ConfigError, ModelError
+from whet.model_io.base_models import expand_user, local_model_directory
 from whet.model_io.checkpoint_weights import read_checkpoint_weights
 from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
@@ -22,7 +23,6 @@ from whet.model_io.formats.classifier_head import (
     read_class_weights,
     read_head,
 )
-from whet.model_io.resolve import expand_user, local_model_directory
 from whet.models.heads import HEADS_PREFIX, ClassificationHead, ModelWithHeads
 from whet.run_directory import CONFIG_FILE, FINAL_DIRECTORY, run_directory_of
 from whet.storage import MANIFEST

