@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from whet.adapters.adapter import Adapter, LoRASettings, named_adapters, replace_module
-from whet.adapters.layers.lora_embedding import LoRAEmbedding
 from whet.adapters.layers.lora_experts import LoRAExperts, expert_shape, parameter_targets
 from whet.adapters.layers.lora_linear import LoRALinear
 from whet.adapters.modules_to_save import wrap_modules_to_save
@@ -166,6 +165,8 @@ def _create_adapter(model: LanguageModel, name: str, settings: LoRASettings, *, 
     assert isinstance(base, nn.Embedding)
     if settings.variant not in ("lora", "rslora"):
         raise ConfigError(f"{name}: {settings.variant} supports linear layers, not embeddings")
+    from whet.adapters.layers.lora_embedding import LoRAEmbedding
+
     return LoRAEmbedding(base, settings)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from whet.adapters.attach import attach_from_config
+from whet.adapters.merge import merge
 from whet.config.load_config import load_config
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
@@ -170,8 +171,6 @@ def load_base(
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
     is_checkpoint = config_of_checkpoint(name_or_path) is not None
     model.name = None if is_checkpoint else absolute_path_or_name(name_or_path)
-    from whet.adapters.merge import merge
-
     return merge(model), tokenizer
 
 
