@@ -267,12 +267,12 @@ class Renderer:
             return self._render_opened_turn(supervised, messages, text, record)
         if is_rewritten:
             supervised, turn_spans = supervised[-1:], turn_spans[-1:]
-        found = dict(zip(supervised, turn_spans, strict=True))
-        assistant_spans = {i: span for i, span in found.items() if messages[i]["role"] == "assistant"}
+        span_of_turn = dict(zip(supervised, turn_spans, strict=True))
+        assistant_spans = {i: span for i, span in span_of_turn.items() if messages[i]["role"] == "assistant"}
         self._check_not_empty(assistant_spans, messages, text, record)
         weighted = [
             piece
-            for index, span in found.items()
+            for index, span in span_of_turn.items()
             for piece in self._weigh_turn(index, span, messages, text, record)
         ]
         return _weigh(replace(_with_spans(rendering, weighted), only_last=is_rewritten), record)
