@@ -32,13 +32,13 @@ def translate(t: Translation) -> None:
     t.set(
         "data.max_length",
         length,
-        "sequence_len" if t.has("sequence_len") else "axolotl's default for sequence_len",
+        t.origin("sequence_len"),
     )
     packed = bool(t.take("sample_packing", False))
     t.set(
         "data.pack",
         packed,
-        "sample_packing" if t.has("sample_packing") else "axolotl's default for sample_packing",
+        t.origin("sample_packing"),
     )
     rows, accumulation = t.take("micro_batch_size", 1), t.take("gradient_accumulation_steps", 1)
     t.set_batch(
@@ -182,7 +182,7 @@ def _translate_length(t: Translation) -> None:
         t.take("num_epochs")
         return
     epochs = float(t.take("num_epochs", 1))
-    comment = "num_epochs" if t.has("num_epochs") else "axolotl's default for num_epochs"
+    comment = t.origin("num_epochs")
     t.set("run.epochs", max(1, round(epochs)), comment)
     if epochs != round(epochs):
         t.report("num_epochs", "run.epochs counts complete passes: set run.steps for a part of one")

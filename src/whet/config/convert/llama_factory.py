@@ -26,11 +26,11 @@ def translate(t: Translation) -> None:
     t.set(
         "data.max_length",
         length,
-        "cutoff_len" if t.has("cutoff_len") else f"{t.tool}'s default for cutoff_len",
+        t.origin("cutoff_len"),
     )
     stage = t.source.get("stage", "sft")
     packed = bool(t.take("packing", stage == "pt")) or bool(t.take("neat_packing", False))
-    t.set("data.pack", packed, "packing" if t.has("packing") else f"{t.tool}'s default for packing")
+    t.set("data.pack", packed, t.origin("packing"))
     if packed and not t.source.get("neat_packing") and stage != "pt":
         t.report("packing", "packed examples never attend to each other in whet, as with neat_packing: true")
     translate_training_arguments(t, lr=5e-5, packed_length=length if packed else None)
@@ -65,7 +65,7 @@ def _translate_method(t: Translation) -> None:
         t.skip("without adapters", "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
         return
     rank = t.take("lora_rank", 8)
-    t.set("method.rank", rank, "lora_rank" if t.has("lora_rank") else f"{t.tool}'s default for lora_rank")
+    t.set("method.rank", rank, t.origin("lora_rank"))
     t.move("lora_alpha", "method.alpha", default=2 * rank)
     t.move("lora_dropout", "method.dropout")
     t.move("lora_target", "method.targets", _targets)

@@ -20,7 +20,7 @@ def translate(t: Translation) -> None:
     t.set_batch(
         rows, accumulation, f"batch_size {rows} * grad_accumulation_steps {accumulation}", packed_length=None
     )
-    comment = "iters" if t.has("iters") else f"{t.tool}'s default for iters"
+    comment = t.origin("iters")
     t.set("run.steps", max(1, t.take("iters", 1000) // accumulation), f"{comment} / grad_accumulation_steps")
     _translate_optimizer(t)
     t.move("seed", "run.seed")
@@ -51,7 +51,7 @@ def translate(t: Translation) -> None:
 
 def _translate_method(t: Translation) -> None:
     kind = t.take("fine_tune_type", "lora")
-    comment = "fine_tune_type" if t.has("fine_tune_type") else f"{t.tool}'s default for fine_tune_type"
+    comment = t.origin("fine_tune_type")
     t.set("method.kind", "full" if kind == "full" else "lora", comment)
     if kind == "full":
         t.report("fine_tune_type", "mlx-lm trains the last num_layers layers; whet trains every weight")
@@ -73,7 +73,7 @@ def _translate_method(t: Translation) -> None:
         t.set(
             "method.layers",
             layers,
-            "num_layers" if t.has("num_layers") else f"{t.tool}'s default for num_layers",
+            t.origin("num_layers"),
         )
 
 
@@ -97,7 +97,7 @@ def _translate_data(t: Translation) -> None:
 
 def _translate_optimizer(t: Translation) -> None:
     name = t.take("optimizer", "adam")
-    t.set("optim.name", name, "optimizer" if t.has("optimizer") else f"{t.tool}'s default for optimizer")
+    t.set("optim.name", name, t.origin("optimizer"))
     settings = t.take("optimizer_config", {}).get(name) or {}
     for key, value in settings.items():
         if key in ("weight_decay", "betas", "eps", "momentum", "nesterov"):

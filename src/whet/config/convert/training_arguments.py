@@ -70,7 +70,7 @@ def set_length(t: Translation) -> None:
         t.skip("max_steps decides", "num_train_epochs")
         return
     epochs = float(t.take("num_train_epochs", 3))
-    comment = "num_train_epochs" if t.has("num_train_epochs") else f"{t.tool}'s default for num_train_epochs"
+    comment = t.origin("num_train_epochs")
     t.set("run.epochs", max(1, round(epochs)), comment)
     if epochs != round(epochs):
         t.report("num_train_epochs", "run.epochs counts complete passes: set run.steps for a part of one")

@@ -54,6 +54,10 @@ class Translation:
         """Return whether the source sets a key."""
         return self.source.get(key) is not None
 
+    def origin(self, key: str) -> str:
+        """Return where the value of a key comes from: the key itself, or the tool's default for it."""
+        return key if self.has(key) else f"{self.tool}'s default for {key}"
+
     def set(self, key: str, value: Any, comment: str) -> None:  # Any: a YAML value
         """Set a key of whet's config, with a comment on where the value comes from."""
         section, _, name = key.rpartition(".")
@@ -74,7 +78,7 @@ class Translation:
         else:
             self._taken.add(key)
             if default is not None:
-                self.set(target, default, f"{self.tool}'s default for {key}")
+                self.set(target, default, self.origin(key))
 
     def skip(self, reason: str, *keys: str) -> None:
         """Count keys as not needed in whet."""
@@ -109,7 +113,7 @@ class Translation:
     def set_schedule(self, key: str, *, default: str) -> None:
         """Translate the name of a learning-rate schedule; those of other tools end at 0."""
         name = str(self.take(key, default)).removeprefix("SchedulerType.").lower()
-        comment = key if self.has(key) else f"{self.tool}'s default for {key}"
+        comment = self.origin(key)
         if name not in _SCHEDULES:
             self.report(key, "whet has no such schedule; cosine is used")
             name = "cosine"
@@ -130,7 +134,7 @@ class Translation:
     def set_output(self, key: str, *, default: str) -> None:
         """Split an output directory into run.dir and run.name."""
         path = Path(str(self.take(key, default)))
-        comment = key if self.has(key) else f"{self.tool}'s default for {key}"
+        comment = self.origin(key)
         self.set("run.name", path.name or "run", comment)
         if str(path.parent) not in (".", ""):
             self.set("run.dir", str(path.parent), comment)

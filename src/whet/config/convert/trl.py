@@ -27,10 +27,10 @@ def translate(t: Translation) -> None:
     translate_peft(t)
     _translate_data(t)
     length = t.take("max_length", 1024)
-    t.set("data.max_length", length, "max_length" if t.has("max_length") else "TRL's default for max_length")
+    t.set("data.max_length", length, t.origin("max_length"))
     packed = bool(t.take("packing", False))
     if kind == "sft":
-        t.set("data.pack", packed, "packing" if t.has("packing") else "TRL's default for packing")
+        t.set("data.pack", packed, t.origin("packing"))
     translate_training_arguments(t, lr=_LEARNING_RATES[kind], packed_length=length if packed else None)
     if kind == "sft":
         _translate_supervision(t)
