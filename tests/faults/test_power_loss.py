@@ -69,7 +69,7 @@ class Player:
         try:
             whet.resume(run)
         except CheckpointError as error:
-            if "has finished" not in error.message:
+            if "has already finished" not in error.message:
                 raise
 
     def record(self, root):
