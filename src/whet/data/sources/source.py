@@ -138,6 +138,10 @@ class SingleSource:
                 else DataError(f"{self.name} contains no records")
             )
 
+    def rows(self) -> Iterator[SourceRow]:
+        """Return the rows as they are in the source, with all fields, before any validation."""
+        return self._content.rows()
+
     def digest(self) -> str:
         """Return the digest of the content and of the ignored field names."""
         digest = self._content.digest()

@@ -1,0 +1,47 @@
+"""The report of `whet data clean` as text."""
+
+from collections.abc import Iterator
+
+from whet.data.clean.clean_report import REASONS, CleanReport, Removal
+from whet.errors import shorten
+from whet.reporting.formatting import align_columns
+
+_NOUNS = {
+    "bad record": "bad records",
+    "contaminated": "contaminated",
+    "exact duplicate": "exact duplicates",
+    "near duplicate": "near duplicates",
+}
+
+
+def report_lines(report: CleanReport) -> Iterator[str]:
+    """Yield the counts, a table by reason with an example of each, and the files."""
+    for name, count in report.evaluation_records.items():
+        yield f"{name}: {count:,} evaluation record{'s' * (count != 1)}"
+    removed = report.records - report.kept
+    yield f"{report.source}: {report.records:,} record{'s' * (report.records != 1)}, {report.kept:,} kept, {removed:,} removed"
+    rows = [
+        (
+            f"  {_NOUNS[reason]}",
+            f"{count:,}",
+            f"{count / report.records:.1%}",
+            _example(report.examples[reason]),
+        )
+        for reason in REASONS
+        if (count := report.removed.get(reason, 0))
+    ]
+    if rows:
+        yield align_columns(rows)
+    if report.output is None:
+        yield "dry run: nothing was written"
+    else:
+        yield f"written: {report.output}, {report.removed_file}"
+
+
+def _example(removal: Removal) -> str:
+    if removal.error is not None:
+        return f"such as {shorten(removal.error)}"
+    text = f"such as {removal.origin} = {removal.duplicate_of}"
+    if removal.similarity is not None:
+        return f"such as {removal.origin} ~ {removal.duplicate_of}, similarity {removal.similarity:.2f}"
+    return text if removal.overlap is None else f'{text}: "{shorten(removal.overlap)}"'
