@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from whet.data.clean.clean_report import REASONS, CleanReport, Removal
 from whet.errors import shorten
-from whet.reporting.formatting import align_columns
 
 _NOUNS = {
     "bad record": "bad records",
@@ -20,18 +19,11 @@ def report_lines(report: CleanReport) -> Iterator[str]:
         yield f"{name}: {count:,} evaluation record{'s' * (count != 1)}"
     removed = report.records - report.kept
     yield f"{report.source}: {report.records:,} record{'s' * (report.records != 1)}, {report.kept:,} kept, {removed:,} removed"
-    rows = [
-        (
-            f"  {_NOUNS[reason]}",
-            f"{count:,}",
-            f"{count / report.records:.1%}",
-            _example(report.examples[reason]),
-        )
-        for reason in REASONS
-        if (count := report.removed.get(reason, 0))
-    ]
-    if rows:
-        yield align_columns(rows)
+    counts = {reason: report.removed[reason] for reason in REASONS if reason in report.removed}
+    for reason, count in counts.items():
+        name = f"{_NOUNS[reason]:<{max(len(_NOUNS[each]) for each in counts)}}"
+        number = f"{count:>{len(f'{max(counts.values()):,}')},}"
+        yield f"  {name}  {number}  {count / report.records:5.1%}  {_example(report.examples[reason])}"
     if report.output is None:
         yield "dry run: nothing was written"
     else:
