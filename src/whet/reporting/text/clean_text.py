@@ -18,7 +18,8 @@ def report_lines(report: CleanReport) -> Iterator[str]:
     for name, count in report.evaluation_records.items():
         yield f"{name}: {count:,} evaluation record{'s' * (count != 1)}"
     removed = report.records - report.kept
-    yield f"{report.source}: {report.records:,} record{'s' * (report.records != 1)}, {report.kept:,} kept, {removed:,} removed"
+    records = f"{report.records:,} record{'s' * (report.records != 1)}"
+    yield f"{report.source}: {records}, {report.kept:,} kept, {removed:,} removed"
     counts = {reason: report.removed[reason] for reason in REASONS if reason in report.removed}
     for reason, count in counts.items():
         name = f"{_NOUNS[reason]:<{max(len(_NOUNS[each]) for each in counts)}}"
