@@ -1,4 +1,4 @@
-"""The data of a run as JSON values: everything that the text shows. docs/data.md describes the keys."""
+"""The data of a run as JSON values: everything that the text shows. docs/data-json.md describes the keys."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
