@@ -125,6 +125,7 @@ LONG = "Read the following review of a product carefully and say in one word whe
         ({"input": LONG, "label": 0}, {"input": LONG + "now", "label": 1}),
         ({"prompt": LONG, "chosen": LONG, "rejected": "no"}, {"prompt": LONG, "chosen": "no", "rejected": LONG}),
         ({"features": [1, 2], "target": 1}, {"features": [1, 3], "target": 1}),
+        (chat("Hi", "Hello") | {"label": True}, chat("Hi", "Hello") | {"label": False}),
         ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1, 2, 3]}),
         ({"prompt": "2+2", "completion": "4"}, {"prompt": "2*2", "completion": "4"}),
         ({"prompt": "Name a prime.", "answer": "2"}, {"prompt": "Name a prime.", "answer": "3"}),

@@ -40,13 +40,13 @@ class _Checks:
         """Return why a record is removed, or keep it and return None."""
         for evaluation in self.evaluation:
             if overlap := evaluation.search(turns):
-                other = evaluation.origins[overlap.index]
+                other = evaluation.origins[overlap.record]
                 return Removal(origin, "contaminated", duplicate_of=other, overlap=overlap.text)
         key = exact_key(turns)
         if (first := self.exact.get(key)) is not None:
             return Removal(origin, "exact duplicate", duplicate_of=self.origins[first])
         if self.near is not None and (near := self.near.add(index, split_parts(turns))):
-            other = self.origins[near.index]
+            other = self.origins[near.record]
             return Removal(origin, "near duplicate", duplicate_of=other, similarity=round(near.similarity, 4))
         self.exact[key], self.origins[index] = index, origin
         return None

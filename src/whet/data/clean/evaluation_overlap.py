@@ -20,7 +20,7 @@ from whet.errors import check_positive
 class EvaluationOverlap(NamedTuple):
     """An evaluation record that a training record repeats, and what they have in common."""
 
-    index: int
+    record: int
     text: str
 
 

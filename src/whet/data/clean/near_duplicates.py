@@ -22,7 +22,7 @@ Shingles = dict[str, np.ndarray]  # hashes of the shingles of each part of a rec
 class NearDuplicate(NamedTuple):
     """An earlier record that is similar to a record."""
 
-    index: int
+    record: int
     similarity: float
 
 

@@ -65,7 +65,8 @@ def record_turns(record: Record) -> list[Turn]:
         case _:
             turns = [Turn("text", fields["text"])]
     tools = [Turn("tools", _to_json(fields["tools"]))] if fields.get("tools") else []
-    return [*tools, *turns]
+    judged = [Turn("label", _to_json(fields["label"]))] if isinstance(fields.get("label"), bool) else []
+    return [*tools, *turns, *judged]
 
 
 def _prompt_turns(prompt: str | Sequence[Message]) -> list[Turn]:

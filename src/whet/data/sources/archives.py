@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from whet.data.sources.compressed_files import (
     ARCHIVES,
@@ -143,11 +143,12 @@ def _tar_names(path: Path) -> Iterator[str]:
     with open_data_file(path) as file:
         budget = _Budget(max(MIN_LIMIT, MAX_RATIO * path.stat().st_size))
         stream = file if is_plain else cast(BinaryIO, io.BufferedReader(_BoundedReader(file, budget)))
-        with tarfile.open(fileobj=stream, mode="r:" if is_plain else "r|") as archive:  # type: ignore[call-overload]  # a choice of two modes
+        with tarfile.open(fileobj=stream, mode="r:" if is_plain else "r|") as archive:
             yield from (name for name, _ in _tar_files(path, archive))
 
 
-def _tar_files(path: Path, archive: tarfile.TarFile) -> Iterator[tuple[str, tarfile.TarInfo]]:
+def _tar_files(path: Path, archive: Any) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    # Any: a TarFile, whose list of members is not in its type stubs
     while (info := archive.next()) is not None:
         archive.members = []  # tarfile keeps all headers, which a stream never uses again
         if info.isdir():
