@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 # the public names of `import whet`, by topic
 TOPICS = {
     "Train": ("train", "resume", "plan", "RunConfig", "RunResult", "Trainer"),
+    "Clean data": ("clean_data", "CleanReport"),
     "Evaluate and export": ("evaluate", "benchmark", "export"),
     "Models and adapters": (
         *("load", "save", "attach_lora", "load_adapter", "save_adapter", "adapters_off", "merge"),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from whet.api import resume as resume
     from whet.api import train as train
     from whet.config.run_config import RunConfig as RunConfig
+    from whet.data.clean.clean_data import clean_data as clean_data
+    from whet.data.clean.clean_report import CleanReport as CleanReport
     from whet.errors import WhetError as WhetError
     from whet.generation.beam_search import beam_search as beam_search
     from whet.generation.best_of_n import best_of_n as best_of_n
@@ -79,6 +81,8 @@ _NAMES_BY_MODULE = {
     "adapters.merge": ("merge",),
     "api": ("benchmark", "evaluate", "export", "resume", "train"),
     "config.run_config": ("RunConfig",),
+    "data.clean.clean_data": ("clean_data",),
+    "data.clean.clean_report": ("CleanReport",),
     "errors": ("WhetError",),
     "generation.beam_search": ("beam_search",),
     "generation.best_of_n": ("best_of_n", "majority_vote"),

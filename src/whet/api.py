@@ -284,9 +284,10 @@ def _with_contamination(
     from dataclasses import replace
 
     from whet.config.load_config import load_config
+    from whet.data.clean.record_turns import record_texts
     from whet.data.sources.source import open_source
     from whet.evaluation.benchmarks import item_texts
-    from whet.evaluation.contamination import contamination_of, record_texts
+    from whet.evaluation.contamination import contamination_of
     from whet.run_directory import CONFIG_FILE
 
     data = load_config(directory / CONFIG_FILE).data

@@ -585,3 +585,29 @@ def test_dropped_tool_calls_are_reported(cli, config):
     code, _, err = cli("train", path)
     assert code == 2
     assert "train.jsonl:1: message 2 (assistant) renders as empty text" in err
+
+
+def test_json_is_the_only_output(cli, config):
+    path = config([*GOOD, GOOD[0]])
+    code, out, _ = cli("data", path, "--json", "--samples", 1, "--device", "h100")
+    result = json.loads(out)
+    assert code == 0
+    assert [split["name"] for split in result["splits"]] == ["train"]
+    assert result["cost"]["epoch_s"] == result["cost"]["step_s"] * result["steps"]["steps_per_epoch"] > 0
+    _, text, _ = cli("data", path, "--samples", 1, "--device", "h100")
+    assert "s per step" in text
+    assert "on h100, at 40% of peak FLOP/s" in text
+
+
+def test_json_with_check_exits_with_problems(cli, config):
+    code, out, _ = cli("data", config([*GOOD, "not json"]), "--json", "--check")
+    assert code == 2
+    [problem] = [each for each in json.loads(out)["problems"] if each["kind"] == "error"]
+    assert "1 bad record" in problem["message"]
+    assert "train.jsonl:41" in problem["details"][0]
+
+
+def test_unknown_device_is_reported_first(cli, config):
+    code, out, err = cli("data", config(), "--device", "h1000")
+    assert (code, out) == (2, "")
+    assert "did you mean h100" in err

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from whet.data.clean.record_turns import record_texts
 from whet.data.sources.source import Record
 from whet.errors import ConfigError, WhetError
-from whet.evaluation.contamination import contamination_of, overlapping_items, record_texts
+from whet.evaluation.contamination import contamination_of, overlapping_items
 from whet.evaluation.task_result import Score, TaskResult
 
 

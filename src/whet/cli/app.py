@@ -16,6 +16,7 @@ from whet.cli import (
     advise,
     chat,
     classify,
+    clean,
     compare,
     convert,
     data,
@@ -55,7 +56,7 @@ _MAX_LINE_LENGTH = 2000
 
 
 class _Commands(TyperGroup):
-    """A group with two-word commands (`data score-distrust` next to `data CONFIG`) and help panels."""
+    """A group with two-word commands (`data clean` next to `data CONFIG`) and help panels."""
 
     # Any below: click's types, which typer may vendor
 
@@ -103,6 +104,7 @@ app.command("plan", rich_help_panel=_TRAIN)(plan.command)
 app.command("advise", rich_help_panel=_TRAIN)(advise.command)
 app.command("doctor", rich_help_panel=_TRAIN)(doctor.command)
 app.command("data", rich_help_panel=_DATA)(data.command)
+app.command("data clean", rich_help_panel=_DATA)(clean.command)
 app.add_typer(tokenizer.app, name="tokenizer", rich_help_panel=_DATA)
 app.command("chat", rich_help_panel=_USE)(chat.command)
 app.command("generate", rich_help_panel=_USE)(generate.command)

@@ -15,25 +15,39 @@ def command(
         False, "--check", help="List every problem, and exit with code 2 if there is one."
     ),
     samples: int = typer.Option(2, min=0, help="Number of examples to show per split."),
+    device: str | None = typer.Option(
+        None, "--device", help="Also estimate the time on a device, as in whet plan; this: this machine."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as one JSON object."),
 ) -> None:
     """Show tokenized examples, loss masks and packing.
 
     Also reports lengths, duplicates and other problems of the data in CONFIG. No model weights are loaded.
     """
+    import json
+    from dataclasses import replace
     from pathlib import Path
 
-    from whet.cli.console import output_option, set_up_logging, stdout_console
+    from whet.cli.console import output_option, print_line, set_up_logging, stdout_console
     from whet.config.load_config import load_config
     from whet.data.inspect.problems import find_problems
+    from whet.planning.devices import find_target
+    from whet.reporting.data.data_json import data_json
     from whet.reporting.data.data_page import data_page
     from whet.reporting.data.data_text import DataText
-    from whet.runs.inspect_data import view_data_by_part
+    from whet.runs.inspect_data import estimate_cost, view_data_by_part
     from whet.storage import replace_text
 
     set_up_logging()
     text = DataText(stdout_console())
     has_problems = False
-    for part, view in view_data_by_part(load_config(config, overrides or ()), samples=samples).items():
+    parts = {}
+    settings = load_config(config, overrides or ())
+    if device is not None:
+        find_target(device, settings)  # report an unknown name before reading the data
+    for part, data_view in view_data_by_part(settings, samples=samples).items():
+        cost = None if device is None else estimate_cost(data_view, device)
+        view = replace(data_view, cost=cost)
         problems = find_problems(view)
         if html is not None:
             page, title = Path(html), config
@@ -41,10 +55,15 @@ def command(
                 page, title = page.with_stem(f"{page.stem}-{part}"), f"{config}, part {part}"
             with output_option(html, "--html"):
                 replace_text(page, data_page(view, problems, title=title))
+        has_problems = has_problems or bool(problems)
+        if as_json:
+            parts[part] = data_json(view, problems)
+            continue
         text.show_part(part)
         text.show(view)
         text.show_problems(problems, every_record=check)
-        has_problems = has_problems or bool(problems)
+    if as_json:
+        print_line(json.dumps(parts.get("", {"parts": parts}), indent=2))
     if check and has_problems:
         raise typer.Exit(2)
 

@@ -21,7 +21,7 @@ from whet.data.inspect.data_facts import (
 )
 from whet.data.inspect.duplicates import SplitScan, pair_hashes, scan_split
 from whet.data.inspect.problems import Problem
-from whet.data.inspect.step_facts import plan_steps
+from whet.data.inspect.step_facts import RunCost, plan_steps
 from whet.data.inspect.token_text import TokenText
 from whet.data.run_data import SPLITS, RunData
 from whet.data.sources.source import is_source, open_source
@@ -132,6 +132,7 @@ def _view_examples(
             tokenizer,
             tuple(text.special_token_name(token) for token in sorted(stop_tokens)),
             template_args=config.data.template_args,
+            is_own_template=config.data.template is None,
         ),
         splits=tuple(splits),
         overlaps=tuple(find_overlaps(data, scans)),
@@ -140,6 +141,27 @@ def _view_examples(
         held_out=held_out,
         remaining_classes=describe_split_classes(data, "train") if held_out else "",
     )
+
+
+def estimate_cost(view: DataView, device: str) -> RunCost | None:
+    """Return the time and memory of a run on a device, or None if its steps are not known.
+
+    Args:
+        view: The data of the run.
+        device: A device as in `whet plan`; "this" for this machine.
+
+    Raises:
+        ConfigError: The device is unknown, or the run cannot be planned.
+    """
+    from whet.planning.plan import DatasetCounts, plan_run
+
+    steps = view.steps
+    if steps is None:
+        return None
+    length = max(1, round(steps.tokens_per_step / max(steps.examples_per_step, 1)))
+    counts = DatasetCounts(steps.steps, steps.tokens_per_step, length)
+    plan = plan_run(view.config, device=device, counts=counts, suggest=False, user_code=False)
+    return RunCost(plan.target.name, plan.step_s, plan.utilisation, plan.memory.peak, plan.target.memory)
 
 
 def _missing_teacher_outputs(
@@ -191,7 +213,12 @@ def _view_prompts(
         errors.append(error)
     text = TokenText(tokenizer)
     stop_tokens = tuple(text.special_token_name(token) for token in sorted(_stop_tokens(tokenizer, model)))
-    facts = tokenizer_facts(tokenizer, stop_tokens, template_args=config.data.template_args)
+    facts = tokenizer_facts(
+        tokenizer,
+        stop_tokens,
+        template_args=config.data.template_args,
+        is_own_template=config.data.template is None,
+    )
     return DataView(
         config,
         model,

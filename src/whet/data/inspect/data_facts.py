@@ -13,7 +13,9 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import check_lengths
 from whet.data.class_balance import class_counts, describe_classes
 from whet.data.inspect.duplicates import Duplicates, SplitScan, duplicates, overlap
-from whet.data.inspect.step_facts import StepFacts
+from whet.data.inspect.source_shares import SourceShare, source_shares
+from whet.data.inspect.special_tokens import MarkerUse, count_markers, split_template_markers
+from whet.data.inspect.step_facts import RunCost, StepFacts
 from whet.data.inspect.token_text import Piece, TokenText
 from whet.data.run_data import RunData
 from whet.data.sources.source import MAX_REASONS
@@ -90,6 +92,10 @@ class SplitFacts:
     classes: str = ""  # number of examples per class, as text
     unread_fields: tuple[tuple[str, str], ...] = ()  # fields that are not tokenized: message and fix
     weights: dict[float, int] | None = None  # loss weight -> supervised tokens; None if all weights are 1
+    sources: tuple[SourceShare, ...] = ()  # the share of each file
+    cut_tokens: int = 0  # tokens of the records that are in no example
+    cut_supervised: int = 0  # supervised tokens among them
+    markers: tuple[MarkerUse, ...] = ()  # typed special tokens, in the first MAX_COUNTED_FORMATS records
 
     @property
     def can_split(self) -> bool:
@@ -116,6 +122,7 @@ class TokenizerFacts:
     template: str | None
     template_digest: str | None
     probe: TemplateProbe | None = None  # what the template reads and writes
+    split_markers: dict[str, int] | None = None  # markers in the template that are several tokens -> number
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,7 @@ class DataView:
     prompts: tuple[tuple[str, str], ...] = ()  # prompts to complete, for objectives that train on completions
     completions: int = 0  # per prompt
     completion_tokens: int = 0  # maximum per completion
+    cost: RunCost | None = None  # time and memory on a device, if one was named
 
 
 def check_evaluation(examples: StoredExamples | StoredPairs, data: RunData) -> None:
@@ -160,16 +168,21 @@ def split_facts(
         np.flatnonzero(record_sizes > limit) if config.data.too_long == "error" else np.array([], dtype=int)
     )
     text = TokenText(data.tokenizer)
+    counted = count_markers(islice(source, MAX_COUNTED_FORMATS), data.tokenizer)
+    tokens = int((examples.stops - examples.starts - is_judged).sum())
+    repeated = len(examples) - len(
+        np.unique(examples.records)
+    )  # a window starts with the last token before it
     return SplitFacts(
         name=name,
         source=source.name,
         is_classification=is_judged,
         pairs=data.needs.pairs,
         classes=describe_split_classes(data, name),
-        record_formats=Counter(str(record.record_format) for record in islice(source, MAX_COUNTED_FORMATS)),
+        record_formats=counted.formats,
         records=len(store) // sides,
         examples=len(examples),
-        tokens=int((examples.stops - examples.starts - is_judged).sum()),
+        tokens=tokens,
         supervised=examples.supervised,
         lengths=(low, middle, high, top),
         bins=histogram(sizes),
@@ -191,6 +204,10 @@ def split_facts(
         ),
         unread_fields=tuple(data.unread_field_warnings(store.notes["unread"])),
         weights=_weight_counts(examples),
+        sources=source_shares(examples, sides=sides),
+        cut_tokens=int(sizes.sum()) - tokens + repeated,
+        cut_supervised=int(store.supervised_counts.sum()) - int(examples.supervised_counts().sum()),
+        markers=counted.uses(),
         samples=tuple(
             _sample(examples, index, text, kind=_kind(data, examples, index))
             for index in range(min(samples * sides, len(examples)))
@@ -309,9 +326,20 @@ def find_overlaps(data: RunData, scans: dict[str, SplitScan]) -> list[Overlap]:
 
 
 def tokenizer_facts(
-    tokenizer: Any, ends: tuple[str, ...], *, template_args: Mapping[str, Any] | None = None
-) -> TokenizerFacts:  # Any: a transformers tokenizer; JSON values
-    """Return the special tokens and the chat template of a tokenizer."""
+    tokenizer: Any,  # Any: a transformers tokenizer
+    ends: tuple[str, ...],
+    *,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+    is_own_template: bool = True,
+) -> TokenizerFacts:
+    """Return the special tokens and the chat template of a tokenizer.
+
+    Args:
+        tokenizer: The tokenizer.
+        ends: The tokens that end a completion.
+        template_args: The arguments of the template.
+        is_own_template: Whether the template comes with the model; if not, the config names it.
+    """
     named = {name: getattr(tokenizer, f"{name.lower()}_token") for name in ("BOS", "EOS", "PAD")}
     template = tokenizer.chat_template or None
     text = template if template is None or isinstance(template, str) else repr(template)
@@ -322,4 +350,7 @@ def tokenizer_facts(
         template=text,
         template_digest=None if text is None else hashlib.sha256(text.encode()).hexdigest()[:12],
         probe=None if text is None else probe_tokenizer(tokenizer, template_args=template_args),
+        split_markers=None
+        if text is None
+        else split_template_markers(text, tokenizer, is_own=is_own_template),
     )

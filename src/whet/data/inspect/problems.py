@@ -1,9 +1,11 @@
 """Problems of a run's data, derived from its facts."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whet.data.inspect.data_facts import DataView, SplitFacts
+from whet.data.inspect.special_tokens import MarkerUse
 from whet.data.sources.splits import TRAINING_SPLITS
 from whet.data.tokens.eos_check import NO_EOS_HINT, no_eos_message
 from whet.data.tokens.examples import shortening_warning, too_long_hint
@@ -24,11 +26,13 @@ class Problem:
 def find_problems(view: DataView) -> list[Problem]:
     """Return all problems, those that stop a run first."""
     problems = [Problem(error.message, error.hint, is_fatal=True) for error in view.errors]
+    problems += _template_problems(view)
     for split in view.splits:
         problems += _record_problems(split, strict=view.config.data.on_bad_record == "error")
         problems += _model_problems(split, view)
         problems += _mask_problems(split, view)
         problems += _count_problems(split)
+        problems += map(functools.partial(_marker_problem, split.name), split.markers)
         problems += (Problem(f"{split.name}: {message}", hint) for message, hint in split.unread_fields)
     problems += (Problem(message, hint) for message, hint in view.unread_prompts)
     for shared in view.overlaps:
@@ -109,9 +113,33 @@ def _count_problems(split: SplitFacts) -> Iterator[Problem]:
         share = split.duplicates.count / split.records
         yield Problem(
             f"{split.name}: {share:.0%} of the records are duplicates (more than {MAX_DUPLICATES:.0%})",
-            "duplicates have more weight in training; remove them",
+            "duplicates have more weight in training; remove them: whet data clean",
             (" = ".join(split.duplicates.pair),),
         )
+
+
+def _template_problems(view: DataView) -> Iterator[Problem]:
+    markers = view.tokenizer.split_markers if view.tokenizer is not None else None
+    if markers:
+        listed = ", ".join(f"{marker} ({count} tokens)" for marker, count in markers.items())
+        yield Problem(
+            f"the chat template writes {listed}, which the tokenizer splits into ordinary tokens",
+            "use a template whose markers are tokens of this model, such as data.template: simple",
+        )
+
+
+def _marker_problem(split: str, use: MarkerUse) -> Problem:
+    contains = "contains" if use.records == 1 else "contain"
+    message = f"{split}: {_format_records(use.records)} {contains} {use.marker} in the text"
+    first = (f"first: {use.first}",)
+    if use.tokens == 1:
+        hint = "it can end or start a turn in the middle of a text; remove it, or write it differently"
+        return Problem(f"{message}, which becomes the special token", hint, first)
+    return Problem(
+        f"{message}, which is not a token: it becomes {use.tokens} ordinary tokens",
+        "remove it; to train on chats, use messages, and the chat template writes the markers of the model",
+        first,
+    )
 
 
 def _with_remainder(shown: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from whet.config.run_config import RunConfig
 from whet.data.batches import BatchStream, members
 from whet.data.packing import StepSettings, plan_epoch, split_step
 from whet.data.run_data import RunData
-from whet.data.tokens.examples import Example
+from whet.data.tokens.examples import Example, StoredExamples
 
 MEASURED_EXAMPLES = 100_000  # splitting steps into micro-batches takes a few microseconds per example
 DRAWN_ROWS = 12
@@ -55,11 +55,28 @@ class StepFacts:
     has_curriculum: bool  # a curriculum changes the contents of steps
     displayed_rows: tuple[DisplayedRow, ...]
     rows: int  # rows of the micro-batch, displayed or not
+    supervised_per_epoch: int | None = None  # supervised tokens; None if the data do not count them
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """The number of tokens of an epoch, without padding."""
+        return round(self.steps_per_epoch * self.tokens_per_step)
 
     @property
     def tokens(self) -> int:
         """The approximate number of tokens of the run."""
         return round(self.steps * self.tokens_per_step)
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The estimated time and memory of a run on a device."""
+
+    device: str
+    step_s: float
+    utilization: float  # the assumed fraction of the peak FLOPS
+    peak_bytes: int
+    memory_bytes: int  # of the device
 
 
 def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
@@ -99,7 +116,16 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
         has_curriculum=not isinstance(stream, BatchStream),
         displayed_rows=_drawn_rows(first[:DRAWN_ROWS], examples, settings),
         rows=len(first),
+        supervised_per_epoch=_count_supervised(examples, plan.indices),
     )
+
+
+def _count_supervised(examples: Any, indices: np.ndarray) -> int | None:  # Any: as above
+    sides = getattr(examples, "sides", None)  # examples in a list of another kind have no stored counts
+    if not isinstance(sides, StoredExamples) or sides.is_classification:
+        return None
+    per_example = sides.supervised_counts().reshape(len(examples), -1).sum(1)
+    return int(per_example[indices].sum())
 
 
 def _drawn_rows(

@@ -3,8 +3,9 @@
 import gzip
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -13,6 +14,21 @@ from whet.errors import DataError
 
 MAX_RECORD_BYTES = 64 * 2**20  # of one record: a file without line breaks must not exhaust memory
 COMPRESSIONS = (".gz", ".zst")
+ARCHIVES = (".tar", ".tgz", ".zip")
+
+
+@dataclass(frozen=True)
+class ArchiveMember:
+    """A data file inside an archive. Readers use it like a path."""
+
+    name: str  # such as shards.tar/part-0.jsonl
+    open: Callable[[], BinaryIO]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DataFile = Path | ArchiveMember
 
 
 def missing_extra_error(source: str, error: ImportError) -> DataError:
@@ -21,13 +37,13 @@ def missing_extra_error(source: str, error: ImportError) -> DataError:
 
 
 @contextmanager
-def open_data_file(path: Path) -> Iterator[BinaryIO]:
+def open_data_file(path: DataFile) -> Iterator[BinaryIO]:
     """Open a file and decompress it according to its suffix. Any read failure is raised as a DataError."""
     try:
-        with _open(path) as file:
+        with path.open() if isinstance(path, ArchiveMember) else _open(path) as file:
             yield file
     except FileNotFoundError as error:
-        raise missing_path_error(path) from error
+        raise missing_path_error(Path(str(path))) from error
     except (OSError, EOFError, zlib.error) as error:  # EOFError: a truncated .gz file
         raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -56,7 +72,7 @@ def _stem(path: Path) -> str:
 
 def _open(path: Path) -> BinaryIO:
     suffix = path.suffix.lower()
-    if suffix == ".gz":
+    if suffix in (".gz", ".tgz"):
         return cast(BinaryIO, gzip.open(path, "rb"))
     if suffix == ".zst":
         try:
@@ -68,7 +84,21 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def strip_bom(start: bytes, path: Path) -> bytes:
+def split_file_name(path: Path) -> tuple[str, str]:
+    """Return the stem and the format of a file name: `train.jsonl.gz` gives `train` and `.jsonl`."""
+    name = path.name
+    if path.suffix.lower() in COMPRESSIONS:
+        name = path.stem
+    return Path(name).stem, Path(name).suffix.lower()
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a file is a .tar archive, perhaps compressed, or a .zip archive, by its name."""
+    suffix = split_file_name(path)[1]
+    return suffix == ".tar" or (suffix in ARCHIVES and path.suffix.lower() == suffix)
+
+
+def strip_bom(start: bytes, path: DataFile) -> bytes:
     """Return the start of a text file without a UTF-8 byte order mark; raise an error for UTF-16."""
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path} is UTF-16 text", hint="convert it to UTF-8")
@@ -81,7 +111,7 @@ class LineReader:
     A line that is too long raises a DataError, and the next call continues after it.
     """
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: DataFile) -> None:
         self.line_number = 0  # number of the most recent line, counted from 1
         self._file = file
         self._path = path

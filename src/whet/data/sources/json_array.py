@@ -3,10 +3,9 @@
 import codecs
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from whet.data.sources.compressed_files import MAX_RECORD_BYTES, strip_bom
+from whet.data.sources.compressed_files import MAX_RECORD_BYTES, DataFile, strip_bom
 from whet.data.sources.strict_json import DECODER, check_json_value, to_data_error
 from whet.errors import DataError
 
@@ -14,7 +13,7 @@ CHUNK = 2**18
 _SPACE = " \t\r\n"
 
 
-def iter_elements(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any] | DataError]:
+def iter_elements(file: BinaryIO, path: DataFile) -> Iterator[tuple[str, Any] | DataError]:
     """Yield each element with its origin (`path#1`, `path#2`, ...).
 
     An element that cannot be used is yielded as a DataError.
@@ -47,7 +46,7 @@ def _check_element(source: str, value: Any, origin: str) -> tuple[str, Any] | Da
 class _TextWindow:
     """The part of a long text that is in memory."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: DataFile) -> None:
         self._file, self._path = file, path
         # invalid UTF-8 becomes lone surrogates, which are rejected when their element is checked
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")

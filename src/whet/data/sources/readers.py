@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from whet.data.sources.compressed_files import (
-    COMPRESSIONS,
+    ARCHIVES,
     MAX_RECORD_BYTES,
+    DataFile,
     LineReader,
+    is_archive,
     missing_extra_error,
     open_data_file,
+    split_file_name,
     strip_bom,
 )
 from whet.data.sources.record_formats import is_record
@@ -21,9 +25,12 @@ from whet.data.sources.strict_json import JsonFields, parse_json_bytes, require_
 from whet.error_boundary import invalid_input_errors
 from whet.errors import DataError
 
+if TYPE_CHECKING:
+    from whet.data.sources.splits import Split
+
 # origin and fields of a row, or the error that makes it unusable; the reader continues after an error
 SourceRow = tuple[str, JsonFields] | DataError
-Reader = Callable[[Path], Iterator[SourceRow]]
+Reader = Callable[[DataFile], Iterator[SourceRow]]
 
 Columns = Mapping[str, str]  # whet's name of a field -> its name in the file
 _NO_COLUMNS: Columns = MappingProxyType({})
@@ -33,7 +40,7 @@ PIECE_BYTES = 2**20  # of one plain-text record: longer files are split between 
 MAX_OBJECT_BYTES = 2**28  # of a .json file with a single object, which is read at once
 
 
-def read_jsonl(path: Path) -> Iterator[SourceRow]:
+def read_jsonl(path: DataFile) -> Iterator[SourceRow]:
     """Read JSON Lines: one object per line; empty lines are skipped."""
     with open_data_file(path) as file:
         lines = LineReader(file, path)
@@ -59,7 +66,7 @@ def _parse_line(line: bytes, origin: str) -> JsonFields:
     return require_object(value, origin)
 
 
-def read_json(path: Path) -> Iterator[SourceRow]:
+def read_json(path: DataFile) -> Iterator[SourceRow]:
     """Read a JSON array of objects, an object that contains one, a single record, or JSON Lines."""
     with open_data_file(path) as file:
         start = strip_bom(file.read(_START_BYTES), path).lstrip()
@@ -71,7 +78,7 @@ def read_json(path: Path) -> Iterator[SourceRow]:
         yield from _read_object(path)
 
 
-def _is_lines(path: Path) -> bool:
+def _is_lines(path: DataFile) -> bool:
     """Return whether the first line is an object and more lines follow."""
     with open_data_file(path) as file:
         lines = (line for line in LineReader(file, path) if line.strip())
@@ -81,7 +88,7 @@ def _is_lines(path: Path) -> bool:
             return False
 
 
-def _read_list(path: Path) -> Iterator[SourceRow]:
+def _read_list(path: DataFile) -> Iterator[SourceRow]:
     from whet.data.sources.json_array import iter_elements
 
     with open_data_file(path) as file:
@@ -96,7 +103,7 @@ def _read_list(path: Path) -> Iterator[SourceRow]:
                 yield error
 
 
-def _read_object(path: Path) -> Iterator[SourceRow]:
+def _read_object(path: DataFile) -> Iterator[SourceRow]:
     with open_data_file(path) as file:
         raw = strip_bom(file.read(MAX_OBJECT_BYTES + 1), path)
     if len(raw) > MAX_OBJECT_BYTES:
@@ -112,7 +119,7 @@ def _read_object(path: Path) -> Iterator[SourceRow]:
         yield f"{path}#{number}", fields
 
 
-def read_csv(path: Path, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
+def read_csv(path: DataFile, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
     """Read comma-separated values with a header row. `tables` converts the cells.
 
     `columns` renames columns in the header, because the name of a column decides how its cells are read.
@@ -120,12 +127,12 @@ def read_csv(path: Path, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
     return _read_delimited(path, ",", columns)
 
 
-def read_tsv(path: Path, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
+def read_tsv(path: DataFile, columns: Columns = _NO_COLUMNS) -> Iterator[SourceRow]:
     """Read tab-separated values with a header row."""
     return _read_delimited(path, "\t", columns)
 
 
-def _read_delimited(path: Path, delimiter: str, columns: Columns) -> Iterator[SourceRow]:
+def _read_delimited(path: DataFile, delimiter: str, columns: Columns) -> Iterator[SourceRow]:
     from whet.data.sources.tables import record_from_cells
 
     csv.field_size_limit(MAX_RECORD_BYTES)  # a global setting of the csv module
@@ -175,7 +182,7 @@ def _rename_header(header: list[str], columns: Columns) -> list[str]:
     return ["" if name in replaced else targets.get(name, name) for name in header]
 
 
-def read_text(path: Path) -> Iterator[SourceRow]:
+def read_text(path: DataFile) -> Iterator[SourceRow]:
     """Read plain text as one record; a long file becomes several records of complete lines."""
     with open_data_file(path) as file:
         lines = LineReader(file, path)
@@ -200,7 +207,7 @@ def _text_piece(lines: list[bytes], origin: str) -> Iterator[SourceRow]:
         yield origin, {"text": text}
 
 
-def read_parquet(path: Path) -> Iterator[SourceRow]:
+def read_parquet(path: DataFile) -> Iterator[SourceRow]:
     """Read a Parquet file in batches of rows."""
     try:
         from pyarrow import parquet
@@ -218,6 +225,18 @@ def read_parquet(path: Path) -> Iterator[SourceRow]:
             number += batch.num_rows
 
 
+def read_archive(
+    path: DataFile, columns: Columns = _NO_COLUMNS, split: "Split | None" = None
+) -> Iterator[SourceRow]:
+    """Read the data files of a .tar or .zip archive, in its order: those of a split, or all."""
+    from whet.data.sources.archives import open_members
+    from whet.data.sources.splits import select_members
+
+    assert isinstance(path, Path)  # archives are not nested
+    for member in open_members(path, lambda names: select_members(names, split, path)):
+        yield from _read_renamed(select_reader(Path(member.name)), member, columns)
+
+
 READERS: dict[str, Reader] = {
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
@@ -229,15 +248,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-ARCHIVES = (".tar", ".tgz", ".zip", ".7z", ".bz2", ".xz")
-
-
-def split_file_name(path: Path) -> tuple[str, str]:
-    """Return the stem and the format of a file name: `train.jsonl.gz` gives `train` and `.jsonl`."""
-    name = path.name
-    if path.suffix.lower() in COMPRESSIONS:
-        name = path.stem
-    return Path(name).stem, Path(name).suffix.lower()
+_UNREAD_ARCHIVES = (".7z", ".rar", ".bz2", ".xz")
 
 
 def select_reader(path: Path) -> Reader:
@@ -245,12 +256,15 @@ def select_reader(path: Path) -> Reader:
     _, suffix = split_file_name(path)
     if suffix == ".parquet" and path.suffix.lower() == ".zst":
         raise DataError(f"{path}: Parquet inside .zst cannot be read", hint="decompress it: zstd -d")
+    if is_archive(path):
+        return read_archive
     if suffix not in READERS:
         raise DataError(
             f"{path}: whet cannot read {suffix + ' files' if suffix else 'files without a suffix'}",
             hint="unpack it, and name the directory or a pattern such as 'data/*.jsonl'"
-            if suffix in ARCHIVES or path.suffix.lower() in ARCHIVES
-            else f"supported: {', '.join(READERS)}, each optionally followed by .gz or .zst",
+            if suffix in ARCHIVES or path.suffix.lower() in _UNREAD_ARCHIVES
+            else f"supported: {', '.join(READERS)}, each optionally followed by .gz or .zst, and archives: "
+            ".tar, .tar.gz, .zip",
         )
     return READERS[suffix]
 
@@ -277,8 +291,8 @@ def files_content(paths: Sequence[Path]) -> SourceContent:
     )
 
 
-def _read_renamed(read: Reader, path: Path, columns: Columns) -> Iterator[SourceRow]:
-    if read in (read_csv, read_tsv):
+def _read_renamed(read: Reader, path: DataFile, columns: Columns) -> Iterator[SourceRow]:
+    if read in (read_csv, read_tsv, read_archive):
         return functools.partial(read, columns=columns)(path)
     return (
         row if isinstance(row, DataError) else (row[0], rename_fields(row[1], columns)) for row in read(path)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 from whet.config.data import WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
-from whet.data.sources.compressed_files import missing_path_error
+from whet.data.sources.compressed_files import is_archive, missing_path_error
 from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import FormatName, find_format, normalize_record
-from whet.data.sources.splits import Split, directory_content, glob_content, has_split
+from whet.data.sources.splits import Split, archive_content, directory_content, glob_content, has_split
 from whet.errors import DataError
 from whet.lazy_import import load_object
 
@@ -137,6 +137,10 @@ class SingleSource:
                 if skipped.count
                 else DataError(f"{self.name} contains no records")
             )
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Return the rows as they are in the source, with all fields, before any validation."""
+        return self._content.rows()
 
     def digest(self) -> str:
         """Return the digest of the content and of the ignored field names."""
@@ -280,7 +284,7 @@ def _content(spec: str, split: Split) -> SourceContent:
     path = Path(spec).expanduser()
     if path.is_dir():
         return _directory_content(path, split)
-    return (None if path.exists() else glob_content(spec)) or _file_content(path)
+    return (None if path.exists() else glob_content(spec)) or _file_content(path, split)
 
 
 def _directory_content(path: Path, split: Split) -> SourceContent:
@@ -295,14 +299,15 @@ def _directory_content(path: Path, split: Split) -> SourceContent:
     return directory_content(path, split)
 
 
-def _file_content(path: Path) -> SourceContent:
+def _file_content(path: Path, split: Split) -> SourceContent:
     if not path.exists():
         raise missing_path_error(path)
     if not path.is_file():
         raise DataError(
             f"{path} is not a regular file; records are read more than once, so a pipe cannot be used"
         )
-    return files_content([path])
+    content = files_content([path])
+    return archive_content(path, split) if is_archive(path) else content
 
 
 def _synthetic_rows(spec: str) -> Iterator[SourceRow]:

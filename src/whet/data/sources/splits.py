@@ -7,7 +7,15 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from whet.data.sources.readers import READERS, SourceContent, digest_text, files_content, split_file_name
+from whet.data.sources.compressed_files import split_file_name
+from whet.data.sources.readers import (
+    READERS,
+    SourceContent,
+    digest_files,
+    digest_text,
+    files_content,
+    read_archive,
+)
 from whet.errors import DataError
 
 Split = Literal["train", "valid", "test"]
@@ -18,7 +26,7 @@ SPLIT_ALIASES: dict[Split, tuple[str, ...]] = {
     "valid": ("valid", "validation", "val", "dev", "eval"),
     "test": ("test",),
 }
-_NOT_DATA = re.compile(r"\.|(readme|license|dataset_infos?)\b", re.IGNORECASE)  # names of files beside data
+NOT_DATA = re.compile(r"\.|(readme|license|dataset_infos?)\b", re.IGNORECASE)  # names of files beside data
 TRAINING_SPLITS = ("train", "hard")  # hard: the hard records of a curriculum
 
 
@@ -66,6 +74,46 @@ def many_files_content(paths: list[Path]) -> SourceContent:
     return replace(content, digest=lambda: digest_text(f"{suffixes} {content.digest()}"))
 
 
+def archive_content(path: Path, split: Split) -> SourceContent:
+    """Return the records of a split in an archive, or of all its files if none is named after a split."""
+    return SourceContent(
+        rows=lambda: read_archive(path, split=split),
+        digest=lambda: digest_text(f"{split} of archive {digest_files([path])}"),
+        rename=lambda columns: read_archive(path, columns, split),
+    )
+
+
+def select_members(names: list[str], split: Split | None, archive: Path) -> list[str]:
+    """Return the files of a split in an archive. Without split names, all files belong to it.
+
+    One of many archives (`split` is None) is read completely, so its files must not be of several splits.
+    """
+    by_split: dict[str, list[str]] = {}
+    for name in names:
+        by_split.setdefault(_split_of_member(name) or "", []).append(name)
+    splits = sorted(name for name in by_split if name)
+    if split is None:
+        if len(splits) > 1:
+            raise DataError(
+                f"{archive} has files of several splits: {_join_names(splits)}",
+                hint=f"name it alone, not as part of a pattern: {archive}",
+            )
+        return names
+    if splits and split not in by_split:
+        raise DataError(f"{archive} has no {split} files", hint=f"it has files of {_join_names(splits)}")
+    return by_split[split] if splits else names
+
+
+def _split_of_member(name: str) -> Split | None:
+    """Return the split that a file in an archive belongs to, by its name or by that of a folder."""
+    *folders, file_name = name.split("/")
+    stem = re.sub(r"-\d{1,9}-of-\d{1,9}$", "", split_file_name(Path(file_name))[0])
+    for split, aliases in SPLIT_ALIASES.items():
+        if stem in aliases or any(folder in aliases for folder in folders):
+            return split
+    return None
+
+
 def glob_content(pattern: str) -> SourceContent | None:
     """Return the records of the files that a pattern such as `data/*.jsonl` matches, or None for a name."""
     if not has_magic(pattern):
@@ -86,7 +134,7 @@ def _data_files(directory: Path) -> list[Path]:
     return [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file() and split_file_name(path)[1] in READERS and not _NOT_DATA.match(path.name)
+        if path.is_file() and split_file_name(path)[1] in READERS and not NOT_DATA.match(path.name)
     ]
 
 

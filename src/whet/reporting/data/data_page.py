@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import groupby
 
 from whet.data.inspect.data_facts import Bin, DataView, Sample, SplitFacts
 from whet.data.inspect.problems import Problem
@@ -24,6 +25,8 @@ _STYLE = """
 .tokens span { box-shadow: inset -1px 0 var(--line); }
 .l { background: var(--supervised); color: var(--supervised-ink); }
 .s { color: var(--special); font-weight: 600; }
+.w { color: var(--ink); font-weight: 600; font-size: .8em; vertical-align: super; }
+.bars i.cut { background: var(--padding); }
 .more { display: block; color: var(--quiet); font-style: italic; padding: .4rem 0; }
 .legend > span { display: inline-block; margin-right: 1.2rem; }
 .legend i { display: inline-block; width: 1.1em; height: 1.1em; vertical-align: -.2em; margin-right:
@@ -81,18 +84,21 @@ def _split(split: SplitFacts, view: DataView) -> str:
     samples = "".join(map(_sample, split.samples))
     return (
         f"<h2>{html_text(split.name)}: {html_text(split.source)}</h2>{html_table(split_rows(split, view))}"
-        f"<h3>Tokens per record</h3>{_bars(split.bins)}{legend if samples else ''}{samples}"
+        f"<h3>Tokens per record</h3>{_bars(split.bins, view.config.data.max_length)}"
+        f"{legend if samples else ''}{samples}"
     )
 
 
-def _bars(bins: Sequence[Bin]) -> str:
+def _bars(bins: Sequence[Bin], max_length: int) -> str:
     largest = max(each.count for each in bins)
     bars = (
-        f"<b>{each.label}</b><i style='width:{100 * each.count / largest:.2f}%'></i>"
-        f"<span>{each.count:,}</span>"
+        f"<b>{each.label}</b><i{' class=cut' if each.low > max_length else ''}"
+        f" style='width:{100 * each.count / largest:.2f}%'></i><span>{each.count:,}</span>"
         for each in bins
     )
-    return f"<div class='bars'>{''.join(bars)}</div>"
+    label = f"longer than data.max_length {max_length:,}"
+    note = f"<p class='legend'><span><i class='padding'></i>{label}</span></p>"
+    return f"<div class='bars'>{''.join(bars)}</div>{note if bins[-1].low > max_length else ''}"
 
 
 def _sample(sample: Sample) -> str:
@@ -101,8 +107,17 @@ def _sample(sample: Sample) -> str:
         if sample.omitted_tokens
         else ""
     )
-    pieces = f"{''.join(map(_piece, sample.head))}{more}{''.join(map(_piece, sample.tail))}"
+    pieces = f"{_pieces(sample.head)}{more}{_pieces(sample.tail)}"
     return f"<h3>{html_text(sample_title(sample))}</h3><pre class='tokens'>{pieces}</pre>"
+
+
+def _pieces(pieces: Sequence[Piece]) -> str:
+    """Return tokens as HTML, with the loss weight in front of tokens that have another one than 1."""
+    runs = []
+    for weight, run in groupby(pieces, key=lambda piece: piece.weight if piece.supervised else 1.0):
+        runs.append("" if weight == 1 else f"<b class='w'>{weight:g}\u00d7</b>")
+        runs += map(_piece, run)
+    return "".join(runs)
 
 
 def _piece(piece: Piece) -> str:

@@ -37,7 +37,7 @@ class DataText:
         for split in view.splits:
             self._title(f"{split.name}: {split.source}")
             self._rows(split_rows(split, view))
-            for line in _bars(split.bins):
+            for line in _bars(split.bins, view.config.data.max_length):
                 self._line(line)
         self._title("steps")
         self._rows(step_rows(view))
@@ -134,13 +134,18 @@ def _style(piece: Piece) -> str:
     return _SUPERVISED if piece.supervised else _CONTEXT
 
 
-def _bars(bins: Sequence[Bin]) -> Iterator[str]:
+def _bars(bins: Sequence[Bin], max_length: int) -> Iterator[str]:
+    """Yield the lines of a histogram; the bars of lengths above the limit are lighter."""
     largest = max(each.count for each in bins)
     labels = [each.label for each in bins]
     for label, each in zip(labels, bins, strict=True):
         eighths = -(-each.count * _BAR * 8 // largest)
         bar = "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
+        if each.low > max_length:
+            bar = "▒" * -(-eighths // 8)
         yield f"  {label:>{max(map(len, labels))}}  {bar} {each.count:,}"
+    if bins[-1].low > max_length:
+        yield f"  ▒ longer than data.max_length {max_length:,}"
 
 
 def _draw_row(row: DisplayedRow, scale: float) -> Text:

@@ -1,10 +1,11 @@
 """The wording of data facts, shared by the text and the HTML view."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from whet.config.preset import Preset
 from whet.data.inspect.data_facts import MAX_COUNTED_FORMATS, DataView, Sample, SplitFacts
 from whet.data.inspect.step_facts import StepFacts
+from whet.reporting.formatting import format_estimate, format_memory
 
 WordingRows = list[tuple[str, str]]
 
@@ -50,6 +51,8 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
     too_long = [f"{count:,} {action}" for action, count in split.shortened.items() if count]
     if split.too_long_count:
         too_long.append(f"{split.too_long_count:,} rejected")
+    cut = f"; {split.cut_tokens:,} tokens cut" if split.cut_tokens and not split.too_long_count else ""
+    cut += f", {split.cut_supervised:,} of them supervised" if cut and not split.is_classification else ""
     rows = [
         ("pairs" if split.pairs else "records", f"{split.records:,}{bad} ({_shapes(split, view)})"),
         (
@@ -61,9 +64,13 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
             f"min {shortest:,}, median {median:,}, p95 {p95:,}, max {longest:,} tokens "
             + ("per prompt with one completion" if split.pairs else "per record"),
         ),
-        ("too long", f"{', '.join(too_long) or 'none'} (data.max_length {view.config.data.max_length:,})"),
+        (
+            "too long",
+            f"{', '.join(too_long) or 'none'} (data.max_length {view.config.data.max_length:,}){cut}",
+        ),
         ("duplicates", _duplicates(split.duplicates.count, split.duplicates.pair)),
     ]
+    rows += _source_rows(split)
     if split.weights is not None:
         rows.append(("weights", _weights(split.weights)))
     if split.classes:
@@ -78,6 +85,20 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
         if "BOS" in view.tokenizer.special:
             rows.append(("double BOS", f"{split.doubled_bos:,}" if split.doubled_bos else "none"))
     return rows
+
+
+def _source_rows(split: SplitFacts) -> Iterator[tuple[str, str]]:
+    if len(split.sources) < 2:
+        return
+    totals = [max(1, total) for total in (split.records, split.tokens, split.supervised)]
+    for index, share in enumerate(split.sources):
+        names = ("records", "tokens") if split.is_classification else ("records", "tokens", "supervised")
+        counts = (share.records, share.tokens, share.supervised)
+        shares = [
+            f"{count:,} {name} ({count / total:.1%})"
+            for name, count, total in zip(names, counts, totals, strict=False)
+        ]
+        yield "" if index else "sources", f"{share.name}: {', '.join(shares)}"
 
 
 def _weights(counts: Mapping[float, int]) -> str:
@@ -145,13 +166,14 @@ def step_rows(view: DataView) -> WordingRows:
     padding = f"{1 - plan.efficiency:.1%} of the positions" if plan.efficiency < 1 else "none"
     rows = [
         ("steps", f"{plan.steps:,} of at most {limit}: {passes} epoch{'s' * (passes != '1')}"),
-        ("epoch", f"{plan.steps_per_epoch:,} step{'s' * (plan.steps_per_epoch != 1)}"),
+        ("epoch", _epoch(plan)),
         ("per step", f"{plan.examples_per_step:,.1f} {unit}, {plan.tokens_per_step:,.1f} tokens on average"),
         ("total", f"about {plan.tokens:,} tokens"),
         ("micro-batches", f"{plan.micro_batches:,.1f} per step, of at most {plan.micro_tokens:,} tokens"),
         ("packing", _packing(plan) if view.config.data.pack else "off"),
         ("padding", padding),
     ]
+    rows += cost_rows(view)
     if view.held_out:
         remaining = f"; remaining: {view.remaining_classes}" if view.remaining_classes else ""
         rows.insert(0, ("held out", f"{view.held_out:,} of the training examples, for validation{remaining}"))
@@ -160,6 +182,29 @@ def step_rows(view: DataView) -> WordingRows:
     if plan.has_curriculum:
         rows.append(("", "measured without data.curriculum, which changes the contents of the steps"))
     return rows
+
+
+def _epoch(plan: StepFacts) -> str:
+    text = (
+        f"{plan.steps_per_epoch:,} step{'s' * (plan.steps_per_epoch != 1)}, {plan.tokens_per_epoch:,} tokens"
+    )
+    if plan.supervised_per_epoch is None:
+        return text
+    share = plan.supervised_per_epoch / max(1, plan.tokens_per_epoch)
+    return f"{text}, {plan.supervised_per_epoch:,} of them supervised ({share:.1%})"
+
+
+def cost_rows(view: DataView) -> WordingRows:
+    """Return rows for the time and memory on a device, if one was named."""
+    cost, plan = view.cost, view.steps
+    if cost is None or plan is None:
+        return []
+    epoch, run = (format_estimate(steps * cost.step_s) for steps in (plan.steps_per_epoch, plan.steps))
+    time = f"{cost.step_s:.3g} s per step, {epoch} per epoch, {run} in total"
+    return [
+        ("time", f"{time} on {cost.device}, at {cost.utilization:.0%} of peak FLOP/s"),
+        ("memory", f"{format_memory(cost.peak_bytes)} of {format_memory(cost.memory_bytes)}"),
+    ]
 
 
 def _packing(plan: StepFacts) -> str:

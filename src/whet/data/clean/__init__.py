@@ -1,0 +1,1 @@
+"""Cleaning of records: exact and near duplicates, and overlap with evaluation sets."""
