@@ -11,7 +11,14 @@ from whet.errors import ModelError
 
 METHOD = "bitsandbytes"
 STATE = "weight.quant_state.bitsandbytes__nf4"
-PARTS = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", STATE)
+PARTS = (
+    "weight",
+    "weight.absmax",
+    "weight.quant_map",
+    "weight.nested_absmax",
+    "weight.nested_quant_map",
+    STATE,
+)
 
 
 def nf4_config(ignore: Sequence[str], *, dtype: torch.dtype) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def read_state(stored: torch.Tensor) -> dict[str, Any]:
 
 
 def dequantize_nf4_weight(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the weight [out, in] from its stored tensors, in the dtype that these name."""
+    """Return the weight [out, in] in float32 from its stored tensors."""
     state = read_state(stored[STATE])
     offset = torch.tensor([state["nested_offset"]])
     packed = {
@@ -85,7 +92,7 @@ def dequantize_nf4_weight(stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
         "rest": torch.cat([stored["weight.nested_absmax"].float(), offset]).view(torch.int32),
     }
     rows, columns = state["shape"]
-    return dequantize_nf4(packed, (rows, columns), state_dtype(state))
+    return dequantize_nf4(packed, (rows, columns), torch.float32)
 
 
 def state_dtype(state: Mapping[str, Any]) -> torch.dtype:

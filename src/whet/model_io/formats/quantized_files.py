@@ -45,8 +45,8 @@ def open_tensor_files(directory: Path, config: Mapping[str, Any]) -> TensorFiles
     except ModelError as error:
         raise ModelError(
             f"{directory}: {error.message}",
-            hint="whet reads fp8, int8 and int4 of compressed-tensors and nf4 of bitsandbytes; use the original"
-            " model instead, or dequantize this one with transformers",
+            hint="whet reads fp8, int8 and int4 of compressed-tensors, and nf4 of bitsandbytes; use the "
+            "original model, or dequantize this one with transformers",
         ) from error
     log.info("model: dequantizing %s weights", layout.label)
     return QuantizedFiles(directory, layout)
@@ -112,7 +112,7 @@ class QuantizedFiles(TensorFiles):
             return self._layout.describe(parts)
 
     def get(self, name: str) -> torch.Tensor:
-        """Return one tensor. Dequantized weights of compressed-tensors are in float32."""
+        """Return one tensor. Dequantized weights are in float32."""
         if name not in self._parts:
             return self._stored.get(name)
         with invalid_input_errors(f"{self.file_of(name)}: {name} cannot be dequantized"):
