@@ -155,7 +155,10 @@ def test_adapter_of_a_quantized_base_can_be_trained_and_quantized(base, tmp_path
         (("--to", "gguf", "--quantize", "int8"), "quantized by --type"),
         (("--to", "hf", "--quantize", "int8", "--type", "q8_0"), "--type only applies to --to gguf"),
         (("--to", "hf", "--quantize", "int3"), "int3"),
-        (("--to", "hf", "--quantize", "int8", "--scales", "tensor"), "--scales only applies to --quantize fp8"),
+        (
+            ("--to", "hf", "--quantize", "int8", "--scales", "tensor"),
+            "--scales only applies to --quantize fp8",
+        ),
         (("--to", "hf", "--max-kl", "0"), "--max-kl needs --quantize"),
         (("--to", "hf", "--quantize", "int8", "--max-kl", "-1"), "max_kl must be at least 0"),
         (("--to", "hf", "--quantize", "int8", "--data", "missing.jsonl"), "missing.jsonl"),

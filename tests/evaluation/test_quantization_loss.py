@@ -52,9 +52,7 @@ def test_measurements_are_those_of_float64_logits(pair):
     assert loss.float_perplexity == pytest.approx(math.exp(nlls[0] / count), rel=1e-4)
     assert loss.perplexity == pytest.approx(math.exp(nlls[1] / count), rel=1e-4)
     assert loss.perplexity_increase == pytest.approx(math.exp((nlls[1] - nlls[0]) / count) - 1, rel=1e-3)
-    same = measure_quantization(
-        models[0], models[0], sample_data(models[0], tokenizer), tokenizer=tokenizer
-    )
+    same = measure_quantization(models[0], models[0], sample_data(models[0], tokenizer), tokenizer=tokenizer)
     assert same.kl == 0
     assert same.perplexity_increase == 0
 

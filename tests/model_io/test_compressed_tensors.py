@@ -110,7 +110,10 @@ def with_weights(**fields):
         (with_weights(strategy="block"), "strategy block"),
         (with_weights(actorder="group"), "not supported"),
         ({**SCHEMES["int4"].config([]), "config_groups": {"a": {}, "b": {}}}, "2 groups of quantized layers"),
-        ({"config_groups": {"a": {**FP8.config([])["config_groups"]["group_0"], "format": "mxfp4"}}}, "mxfp4"),
+        (
+            {"config_groups": {"a": {**FP8.config([])["config_groups"]["group_0"], "format": "mxfp4"}}},
+            "mxfp4",
+        ),
     ],
 )
 def test_unsupported_schemes_are_refused(config, message):

@@ -53,7 +53,9 @@ MODELS = {
     ),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GROUPED)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),  # through the bridge
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=260, n_embd=64, n_layer=1, n_head=4, n_positions=64)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=260, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    ),
 }
 
 
@@ -93,7 +95,11 @@ def codes_of(stored, bits):
     offset = 2 ** (bits - 1)
     return torch.tensor(
         [
-            [((word & 0xFFFFFFFF) >> (bits * index)) % 2**bits - offset for word in row for index in range(count)]
+            [
+                ((word & 0xFFFFFFFF) >> (bits * index)) % 2**bits - offset
+                for word in row
+                for index in range(count)
+            ]
             for row in stored.tolist()
         ],
         dtype=torch.float64,

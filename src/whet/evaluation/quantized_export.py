@@ -212,35 +212,48 @@ def _read(
     return EvaluationData(f"{part}{label}", batches, evaluation.questions)
 
 
+def measure_export(
+    model: QuantizedModel, directory: Path, data: EvaluationData, *, generate: bool = False
+) -> tuple[QuantizationLoss, LanguageModel]:
+    """Load a written export, and return its loss against the float model, and the loaded model."""
+    device = choose_device("auto")
+    reloaded = load_model(directory, dtype=torch.float32, device=device)
+    rounds_activations = model.kind == "fp8"
+    weights = model.weights.quantized
+    with quantized_activations(reloaded, weights) if rounds_activations else nullcontext():
+        loss = measure_quantization(
+            model.loaded.model.to(device),
+            reloaded,
+            data,
+            tokenizer=model.loaded.tokenizer,
+            generate=generate,
+        )
+    return loss, reloaded
+
+
 def _check_export(
     model: QuantizedModel, directory: Path, options: QuantizationOptions, data: EvaluationData
 ) -> tuple[str, Check]:
     """Measure an export under its temporary name. Return a table and the comparison with transformers."""
-    loaded, weights = model.loaded, model.weights.quantized
-    device = choose_device("auto")
-    float_model = loaded.model.to(device)
-    reloaded = load_model(directory, dtype=torch.float32, device=device)
-    is_fp8 = model.description.startswith("fp8")
-    with quantized_activations(reloaded, weights) if is_fp8 else nullcontext():
-        loss = measure_quantization(
-            float_model, reloaded, data, tokenizer=loaded.tokenizer, generate=options.generate
-        )
-    table = _table(model, loss, sum(file.stat().st_size for file in directory.glob("*.safetensors")))
+    loaded = model.loaded
+    loss, reloaded = measure_export(model, directory, data, generate=options.generate)
+    table = _table(model, loss, weight_bytes(directory))
     if broken := loss.broken_bounds(options.max_kl, options.max_perplexity_increase):
         raise CheckError(
             f"{loaded.name}: {'; '.join(broken)}. Nothing was written.\n{table}",
             hint="choose a quantization with more bits, or raise the bound",
         )
     result = check_quantized(
-        directory,
-        reloaded,
-        loaded.tokens,
-        dtype=model.dtype,
-        has_experts=any(".experts." in name for name in weights),
+        directory, reloaded, loaded.tokens, dtype=model.dtype, has_experts=model.weights.has_experts
     )
     if result.failed:
         raise CheckError(f"{loaded.name}: {result}. Nothing was written.\n{table}")
     return table, result
+
+
+def weight_bytes(directory: Path) -> int:
+    """Return the size of the weights of a model directory."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def _table(model: QuantizedModel, loss: QuantizationLoss, quantized_bytes: int) -> str:

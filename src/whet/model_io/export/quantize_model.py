@@ -32,6 +32,11 @@ class LinearWeights:
     quantized: Mapping[str, torch.Tensor]  # by their name in files
     ignored: tuple[str, ...]  # modules: the head and routers
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the weights of experts are among them."""
+        return any(".experts." in name for name in self.quantized)
+
 
 def check_quantization(kind: str, scales: str | None) -> None:
     """Raise ConfigError for an unknown kind of quantization, or scales that it does not have."""
@@ -115,7 +120,7 @@ def _check_layers(weights: LinearWeights, kind: str, name: str) -> None:
                 f"a multiple of {multiple}",
                 hint="use fp8, which fits any shape" if kind != "int4" else "use int8 or fp8",
             )
-    if kind == "nf4" and any(".experts." in stored for stored in weights.quantized):
+    if kind == "nf4" and weights.has_experts:
         raise ModelError(
             f"{name} cannot be quantized to nf4: bitsandbytes leaves experts unquantized in transformers 5",
             hint="use fp8, int8 or int4, which quantize them",
@@ -139,6 +144,7 @@ class QuantizedModel:
     """A model to write with quantized weights."""
 
     loaded: LoadedModel
+    kind: str
     weights: LinearWeights
     config: Mapping[str, Any]  # quantization_config
     quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # returns the parts of a weight
@@ -192,10 +198,10 @@ def quantize_model(
     _check_layers(weights, kind, loaded.name)
     if kind == "nf4":
         config = bnb.nf4_config(weights.ignored, dtype=dtype)
-        return QuantizedModel(
-            loaded, weights, config, partial(bnb.quantize_nf4_weight, dtype=dtype), kind, dtype
-        )
+        quantize_nf4 = partial(bnb.quantize_nf4_weight, dtype=dtype)
+        return QuantizedModel(loaded, kind, weights, config, quantize_nf4, kind, dtype)
     scheme = _scheme(weights, kind, scales)
     size = f", group size {scheme.group_size}" if scheme.group_size else f", scales per {scheme.strategy}"
     quantize = partial(ct.quantize_weight, scheme=scheme, dtype=dtype)
-    return QuantizedModel(loaded, weights, scheme.config(weights.ignored), quantize, f"{kind}{size}", dtype)
+    config = scheme.config(weights.ignored)
+    return QuantizedModel(loaded, kind, weights, config, quantize, f"{kind}{size}", dtype)

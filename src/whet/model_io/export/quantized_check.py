@@ -11,17 +11,20 @@ from whet.model_io.export.export_check import Check
 from whet.model_io.export.logit_difference import TOLERANCES, compare_logits
 from whet.models.language_model import LanguageModel
 
-_READERS = {"nf4": ("bitsandbytes", "bitsandbytes"), "": ("compressed_tensors", "compressed")}  # and extras
+_EXTRAS = {
+    "compressed_tensors": '"whet[compressed]"',
+    "bitsandbytes": '"whet[bitsandbytes]"',
+    "accelerate": "accelerate",
+}
 
 
 def require_reader(kind: str) -> None:
-    """Raise ConfigError if the library that transformers needs for a kind of quantization is missing."""
-    module, extra = _READERS.get(kind, _READERS[""])
-    for name in (module, "accelerate"):
-        if find_spec(name) is None:
+    """Raise ConfigError if a library that transformers needs for a kind of quantization is missing."""
+    for module in ("bitsandbytes", "accelerate") if kind == "nf4" else ("compressed_tensors",):
+        if find_spec(module) is None:
             raise ConfigError(
-                f"--check loads {kind} weights with transformers, which needs {name.replace('_', '-')}",
-                hint=f'pip install "whet[{extra}]"',
+                f"--check loads {kind} weights with transformers, which needs {module.replace('_', '-')}",
+                hint=f"pip install {_EXTRAS[module]}",
             )
 
 
