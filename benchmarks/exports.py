@@ -73,21 +73,19 @@ def measure(loaded, name, data, directory):
 def table(report):
     """Return the table of docs/export.md."""
     rows = report["quantizations"]
-    float_row = rows["int8"]["float"]
-    lines = [
-        "| `--quantize` | size | KL divergence | perplexity | exact match |",
-        "|---|---|---|---|---|",
-        f"| none ({float_row['dtype']}) | {float_row['megabytes']:.0f} MB | 0 | {float_row['perplexity']:.3f} | "
-        f"{float_row['exact_match']:.0%} |",
-    ]
+    lines = ["| `--quantize` | size | KL divergence | perplexity | exact match |", "|---|---|---|---|---|"]
+    plain = rows["int8"]["float"]
+    lines.append(_row(f"none ({plain['dtype']})", {**plain, "kl": 0}))
     labels = {"fp8-tensor": "`fp8` with `--scales tensor`", "int4-largest": None}
     for name, row in rows.items():
         if (label := labels.get(name, f"`{name}`")) is not None:
-            lines.append(
-                f"| {label} | {row['megabytes']:.0f} MB | {row['kl']:.2g} | {row['perplexity']:.3f} | "
-                f"{row['exact_match']:.0%} |"
-            )
+            lines.append(_row(label, row))
     return "\n".join(lines)
+
+
+def _row(label, row):
+    size, kl, perplexity = f"{row['megabytes']:.0f} MB", f"{row['kl']:.2g}", f"{row['perplexity']:.3f}"
+    return f"| {label} | {size} | {kl} | {perplexity} | {row['exact_match']:.0%} |"
 
 
 def main():
