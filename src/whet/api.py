@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
+    from whet.model_io.export.quantize_model import Quantization, Scales
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
     from whet.rl.rewards.answer_checks import AnswerCheck
@@ -305,6 +306,12 @@ def export(
     gguf_type: str | None = None,
     dtype: "str | torch.dtype | None" = None,
     tolerance: float | None = None,
+    quantize: "Quantization | None" = None,
+    scales: "Scales | None" = None,
+    data: "SourceSpec | Path | None" = None,
+    generate: bool = False,
+    max_kl: float | None = None,
+    max_perplexity_increase: float | None = None,
 ) -> Path:
     """Export a run, an adapter directory or a model for use in another library.
 
@@ -319,20 +326,43 @@ def export(
         gguf_type: The storage type of matrices in a GGUF file: f32, f16, bf16, q8_0 or q4_0.
         dtype: With "hf", the dtype to convert the weights to. By default that of the base model.
         tolerance: Raise an error if merging the adapter changes a logit by more than this.
+        quantize: With "hf", quantize the linear layers to "fp8", "int8", "int4" or "nf4". `check` then also
+            measures KL divergence and perplexity, before the export appears under its name. The arguments
+            below need `quantize`, and those after `scales` imply `check`.
+        scales: With "fp8", one scale per "channel" (default) or per "tensor".
+        data: The records to measure on. By default the validation data of the run, or a bundled text.
+        generate: Also measure the exact match of generated responses.
+        max_kl: Raise an error, and write nothing, above this mean KL divergence per token.
+        max_perplexity_increase: Raise an error, and write nothing, above this relative increase.
 
     Returns:
         The path of the exported file or directory.
 
     Raises:
+        CheckError: A measurement exceeds its bound.
         WhetError: The run cannot be exported in this format, or `check` found a difference.
     """
     from whet.errors import RunError
+    from whet.evaluation.quantized_export import QuantizationOptions, export_quantized
     from whet.model_io.export.export_run import export_run
 
-    exported = export_run(run, to, output, gguf_type=gguf_type, dtype=dtype, tolerance=tolerance)
+    options = QuantizationOptions(
+        quantize,
+        scales=scales,
+        data=str(data) if isinstance(data, Path) else data,
+        generate=generate,
+        max_kl=max_kl,
+        max_perplexity_increase=max_perplexity_increase,
+    )
+    if options.is_set:
+        exported = export_quantized(
+            run, to, output, options, gguf_type=gguf_type, dtype=dtype, tolerance=tolerance, check=check
+        )
+    else:
+        exported = export_run(run, to, output, gguf_type=gguf_type, dtype=dtype, tolerance=tolerance)
     for line in (*exported.remarks, *exported.advice):
         log.info("%s", line)
-    for result in exported.check() if check else []:
+    for result in exported.check() if check or options.measures else []:
         if result.failed:
             raise RunError(f"{exported.path}: {result}")
         log.info("%s", result)

@@ -60,6 +60,12 @@ class RunError(WhetError):
     exit_code = 1
 
 
+class CheckError(RunError):
+    """A result was refused, because a check of it failed."""
+
+    exit_code = 4
+
+
 class StorageError(RunError):
     """A file could not be written: the disk is full, or the directory is missing or not writable."""
 

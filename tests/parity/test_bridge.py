@@ -507,7 +507,10 @@ def test_mismatched_tensors_are_named(phi3, edit, message, capfd):
         ({"model_type": "abacus"}, "`abacus` but Transformers does not recognize"),
         ({"model_type": "clip"}, "'clip' is not a causal language model"),
         ({"num_attention_heads": "many"}, "num_attention_heads.*expected int"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "does not support quantized weights"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "weights quantized by gptq are not supported",
+        ),
         (
             {"model_type": "abacus", "auto_map": {"AutoConfig": "evil.Config"}},
             "contains custom code",

@@ -26,9 +26,41 @@ class GgufType(Enum):
     q4_0 = "q4_0"
 
 
+class Quantization(Enum):
+    """The values of --quantize."""
+
+    fp8 = "fp8"
+    int8 = "int8"
+    int4 = "int4"
+    nf4 = "nf4"
+
+
+class Scales(Enum):
+    """The values of --scales."""
+
+    channel = "channel"
+    tensor = "tensor"
+
+
 TO = typer.Option(..., "--to", help="hf: a model directory; peft, mlx: an adapter; gguf: one file.")
 TYPE = typer.Option(
     None, "--type", help="Dtype of the matrices in a GGUF file; default: f16, or bf16 for a bf16 model."
+)
+
+QUANTIZE = typer.Option(
+    None,
+    "--quantize",
+    "--quantise",
+    help="With --to hf, quantize the linear layers, for transformers and vLLM.",
+)
+SCALES = typer.Option(None, help="Scales of fp8 weights; default: channel.")
+DATA = typer.Option(
+    None, help="With --quantize, records to check on; default: the run's validation data, or a bundled text."
+)
+GENERATE = typer.Option(False, "--generate", help="With --quantize, also check exact match.")
+MAX_KL = typer.Option(None, help="With --quantize, refuse to export above this mean KL divergence per token.")
+MAX_PERPLEXITY = typer.Option(
+    None, help="With --quantize, refuse to export above this relative increase, e.g. 0.02."
 )
 
 
@@ -42,22 +74,49 @@ def command(
     gguf_type: GgufType | None = TYPE,
     dtype: Dtype | None = DTYPE,
     tolerance: float | None = TOLERANCE,
+    quantize: Quantization | None = QUANTIZE,
+    scales: Scales | None = SCALES,
+    data: str | None = DATA,
+    generate: bool = GENERATE,
+    max_kl: float | None = MAX_KL,
+    max_perplexity_increase: float | None = MAX_PERPLEXITY,
 ) -> None:
-    """Export to transformers, PEFT, mlx-lm or llama.cpp."""
+    """Export to transformers, vLLM, PEFT, mlx-lm or llama.cpp."""
     from whet.cli.console import set_up_logging
+    from whet.evaluation.quantized_export import QuantizationOptions, export_quantized
     from whet.model_io.export.export_run import export_run
 
     set_up_logging()
-    exported = export_run(
-        run,
-        to.value,
-        out,
-        gguf_type=gguf_type and gguf_type.value,
-        dtype=dtype and dtype.value,
-        tolerance=tolerance,
+    options = QuantizationOptions(
+        quantize and quantize.value,
+        scales=scales and scales.value,
+        data=data,
+        generate=generate,
+        max_kl=max_kl,
+        max_perplexity_increase=max_perplexity_increase,
     )
+    if options.is_set:
+        exported = export_quantized(
+            run,
+            to.value,
+            out,
+            options,
+            gguf_type=gguf_type and gguf_type.value,
+            dtype=dtype and dtype.value,
+            tolerance=tolerance,
+            check=check,
+        )
+    else:
+        exported = export_run(
+            run,
+            to.value,
+            out,
+            gguf_type=gguf_type and gguf_type.value,
+            dtype=dtype and dtype.value,
+            tolerance=tolerance,
+        )
     print(*exported.remarks, exported.path, *exported.advice, sep="\n")
-    if check:
+    if check or options.measures:
         results = exported.check()
         print(*results, sep="\n")
         if any(result.failed for result in results):

@@ -29,8 +29,9 @@ from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
 from whet.model_io.formats.adapter_files import NF4_BASE, QUANTIZATION_FILE, load_adapter
 from whet.model_io.formats.classifier_head import SCORE, is_classifier
+from whet.model_io.formats.quantized_files import QUANTIZATION, open_tensor_files
 from whet.model_io.resolve_model import resolve_model
-from whet.model_io.safetensors import TensorFiles, load_parameters
+from whet.model_io.safetensors import load_parameters
 from whet.model_io.tokenizer import load_model_tokenizer
 from whet.models import families
 from whet.models.decoder import Decoder
@@ -219,14 +220,15 @@ def _load_native(
 ) -> Decoder:
     family = families.FAMILIES[config["model_type"]]
     spec = read_spec(family, config, directory)
-    files = TensorFiles(directory)
+    files = open_tensor_files(directory, config)
+    source_config = {key: value for key, value in config.items() if key != QUANTIZATION}
     if len(spec.blocks) > (stored := sum(1 for _ in files)):
         raise ModelError(
             f"{directory}: config.json has {len(spec.blocks)} layers, but there are only {stored} tensors"
         )
     experts = max((mixture.experts for mixture in spec.expert_specs), default=0)
     with invalid_input_errors(f"{directory / 'config.json'} is invalid"), torch.device("meta"):
-        model = Decoder(spec, source_config=config)
+        model = Decoder(spec, source_config=source_config)
     names = {name: family.hf_name(name) for name in model.state_dict()}
     # files store experts as separate tensors; older versions of whet wrote the fused tensors
     unfused = [name for name in names if names[name] not in files] if experts <= stored else []

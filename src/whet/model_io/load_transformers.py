@@ -12,7 +12,9 @@ import torch
 
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
+from whet.model_io.config_json import read_config
 from whet.model_io.file_checks import check_weight, weight_problem
+from whet.model_io.formats.quantized_files import QUANTIZATION, open_tensor_files
 from whet.model_io.safetensors import TensorFiles
 from whet.models.transformers_bridge import Bridge, config_field
 from whet.ops.attention import Layout
@@ -30,7 +32,7 @@ def load_bridge(
     from transformers.utils import logging
 
     # given the directory, transformers would also load adapters, torch checkpoints and names in config.json
-    files = TensorFiles(directory)
+    files = open_tensor_files(directory, read_config(directory))
     with (
         contextlib.ExitStack() as stack
     ):  # no progress bars and reports, because whet reports problems itself
@@ -90,10 +92,8 @@ def _load_causal_lm(directory: Path, tensors: dict[str, torch.Tensor], *, dtype:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise ModelError(f"{directory}: {config.model_type!r} is not a causal language model in transformers")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{directory}: whet does not support quantized weights of {config.model_type!r} models"
-        )
+    if hasattr(config, QUANTIZATION):
+        delattr(config, QUANTIZATION)  # the tensors are dequantized
     text = config.get_text_config(decoder=True)
     layers = getattr(text, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(tensors):

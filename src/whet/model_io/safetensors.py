@@ -222,11 +222,13 @@ def write_model_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     compute_tensor: Callable[[str], torch.Tensor] | None = None,
     write_extra_files: Callable[[Path], None] | None = None,
+    verify: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face model directory: config, tokenizer, and weights in one file or in shards.
 
     With `compute_tensor`, `tensors` only has shapes and dtypes, and each tensor is computed when it is
-    written. `write_extra_files` is called with the directory before the weights are written.
+    written. `write_extra_files` is called with the directory before the weights are written. `verify` is
+    called when it is complete, under its temporary name; if it raises an error, the directory is removed.
     """
     remove_temporary_files(directory.parent, only_name=directory.name)
     with create_directory_atomically(directory) as staging:
@@ -239,17 +241,28 @@ def write_model_directory(
         write_json(staging / "config.json", {**config, **legacy})
         if write_extra_files is not None:
             write_extra_files(staging)
-        shards = _split_into_shards(tensors, max_shard_bytes)
-        if len(shards) == 1:
-            write_safetensors(staging / WEIGHTS_FILE, shards[0], create_tensor=compute_tensor)
-            return
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            write_safetensors(staging / name, shard, create_tensor=compute_tensor)
-            weight_map |= dict.fromkeys(shard, name)
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_weights(staging, tensors, max_shard_bytes, compute_tensor)
+        if verify is not None:
+            verify(staging)
+
+
+def _write_weights(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    max_shard_bytes: int,
+    compute_tensor: Callable[[str], torch.Tensor] | None,
+) -> None:
+    shards = _split_into_shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        write_safetensors(directory / WEIGHTS_FILE, shards[0], create_tensor=compute_tensor)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(directory / name, shard, create_tensor=compute_tensor)
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _split_into_shards(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> list[dict[str, torch.Tensor]]:

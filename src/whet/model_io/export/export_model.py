@@ -9,11 +9,12 @@ import torch
 from whet.adapters.adapter import named_adapters
 from whet.errors import ConfigError, ModelError, RunError
 from whet.model_io.base_models import base_model_of, config_of_checkpoint, expand_user, local_model_directory
+from whet.model_io.config_json import read_config
 from whet.model_io.export.logit_difference import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.model_io.formats.adapter_files import save_adapter
+from whet.model_io.formats.quantized_files import open_tensor_files
 from whet.model_io.load import load
 from whet.model_io.resolve_model import resolve_model
-from whet.model_io.safetensors import TensorFiles
 from whet.model_io.save import save_model
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import config_eos_ids
@@ -64,7 +65,7 @@ def load_for_export(name: str | Path) -> LoadedModel:
     model, tokenizer = load(name, dtype=torch.float32, device="cpu")
     dtypes = [torch.float32]  # for a checkpoint of a model trained from scratch
     if model.source is not None:
-        files = TensorFiles(model.source)
+        files = open_tensor_files(model.source, read_config(model.source))
         dtypes = [tensor.dtype for tensor in map(files.meta_tensor, files) if tensor.dtype in TOLERANCES]
         if not dtypes:
             raise ModelError(f"{model.source} contains no weights in float32, float16 or bfloat16")

@@ -55,7 +55,7 @@ def export_run(
         raise ConfigError(
             f"--dtype only applies to --to hf, not to --to {to}", hint="in Python it is called dtype"
         )
-    torch_dtype = None if dtype is None else _as_dtype(dtype)
+    torch_dtype = None if dtype is None else as_dtype(dtype)
     if is_classifier(local_model_directory(run)):
         return _export_classifier(run, to, output, dtype=torch_dtype or torch.float32)
     loaded = load_for_export(run)
@@ -86,7 +86,8 @@ def _export_classifier(
     )
 
 
-def _as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return a dtype that weights can be written in, by name."""
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in _DTYPES:
         raise ConfigError(f"weights cannot be written in {name}", hint=f"use one of {', '.join(_DTYPES)}")

@@ -13,10 +13,10 @@ from whet.errors import ModelError
 from whet.model_io.base_models import base_model_of, config_of_checkpoint, local_model_directory
 from whet.model_io.config_json import read_config, read_spec
 from whet.model_io.file_checks import check_weight
+from whet.model_io.formats.quantized_files import QUANTIZATION, open_tensor_files
 from whet.model_io.load import load, load_quantized
 from whet.model_io.merging.adapter_set import merge_in_float32
 from whet.model_io.resolve_model import resolve_model
-from whet.model_io.safetensors import TensorFiles
 from whet.models import families
 from whet.models.language_model import LanguageModel
 
@@ -31,7 +31,8 @@ class ModelSource:
         self.name = name
         self.directory = directory
         self.config = read_config(directory)
-        self._files = TensorFiles(directory)
+        self._files = open_tensor_files(directory, self.config)
+        self.config.pop(QUANTIZATION, None)  # the tensors are dequantized
         family = families.choose_family(self.config).family
         ignored = {tensor for tensor in self._files if family and families.is_buffer(family, tensor)}
         if family and self.config.get("tie_word_embeddings"):

@@ -50,8 +50,6 @@ def choose_family(config: Mapping[str, Any]) -> FamilyChoice:  # Any: the values
     family = FAMILIES.get(str(model_type))
     if family is None:
         return FamilyChoice(None, f"{model_type} is not a native family of whet ({', '.join(FAMILIES)})")
-    if config.get("quantization_config"):
-        return FamilyChoice(None, "its weights are quantized")
     with invalid_input_errors("config.json is invalid"):
         feature = family.unsupported_feature(config)
     if feature is not None:
