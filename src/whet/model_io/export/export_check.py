@@ -160,9 +160,9 @@ def _check_gguf_tensors(model: LanguageModel, path: Path) -> Check:
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    from whet.model_io.gguf.writer import llama_values
+    from whet.model_io.gguf.writer import gguf_values
 
-    expected, stored = llama_values(model), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    expected, stored = gguf_values(model), {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     if expected.keys() != stored.keys():
         unpaired = sorted(expected.keys() ^ stored.keys())
         return Check(
