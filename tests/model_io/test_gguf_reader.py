@@ -414,7 +414,8 @@ BAD_MODELS = {
         "the metadata has 1073741824 layers, but there are only 20 tensors",
     ),
     "partial rotary": (put("llama.rope.dimension_count", 8), "rotary, key and value sizes differ"),
-    "experts": (put("llama.expert_count", 8), "with experts"),
+    "experts": (put("llama.expert_count", 8), "llama.expert_used_count is missing"),
+    "experts of another kind": (put("llama.expert_count", "8"), "llama.expert_count is '8'"),
     "bad epsilon": (
         put("llama.attention.layer_norm_rms_epsilon", -1.0),
         "epsilon is -1.0, not a positive number",
@@ -426,10 +427,10 @@ BAD_MODELS = {
                 "llama.rope.scaling.type": "yarn",
                 "llama.rope.scaling.factor": 2.0,
                 "llama.rope.scaling.original_context_length": 64,
-                "llama.rope.scaling.attn_factor": 2.0,
+                "llama.rope.scaling.yarn_log_multiplier": 2.0,
             }
         ),
-        "llama.rope.scaling.attn_factor is not supported",
+        "llama.rope.scaling.yarn_log_multiplier is not supported",
     ),
     "wrong rope_freqs": (tensor("rope_freqs.weight", 3), "rope_freqs.weight does not have 8 values"),
     "no tokenizer": (without("tokenizer.ggml.model"), "has no tokenizer"),

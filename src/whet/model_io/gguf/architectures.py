@@ -44,8 +44,6 @@ _SIZES = (
 _WIDTH = Field("feed_forward_length", "intermediate_size")
 _DENSE = (*_SIZES, _WIDTH)
 _TOP_K = Field("expert_used_count", "num_experts_per_tok")
-_FINAL_CAP = Field("final_logit_softcapping", "final_logit_softcapping", float)
-_WINDOW = Field("attention.sliding_window", "sliding_window")
 _SILU = {"hidden_act": "silu"}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
@@ -109,7 +107,7 @@ ARCHITECTURES = (
         wide_layers=62,
         has_local_rope=True,
     ),
-    Architecture("phi3", "phi3", _DENSE, _SILU, any_head_size=False),
+    Architecture("phi3", "phi3", _DENSE, _SILU, any_head_size=False, scalings=()),
     Architecture("olmo2", "olmo2", _DENSE, _SILU, any_head_size=False, head="required"),
     Architecture(
         "olmoe",

@@ -99,6 +99,8 @@ def read_config(header: Header, architecture: Architecture) -> Config:
     config["head_dim"] = _read_head_size(header, architecture, config)
     if config.get("attention_multiplier") == 0:  # as without the key
         config["attention_multiplier"] = config["head_dim"] ** -0.5
+    if architecture.family == "olmoe":  # llama.cpp's norm of the keys has the size of the queries
+        config["num_key_value_heads"] = config["num_attention_heads"]
     if architecture.wide_layers:
         is_wide = layers == architecture.wide_layers
         size = config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]

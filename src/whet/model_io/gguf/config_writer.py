@@ -91,9 +91,11 @@ def _describe(spec: ModelSpec, architecture: Architecture) -> GgufModel:
         if isinstance(rope.scaling, Llama3RopeScaling):
             plain = inverse_frequencies(RopeSpec(theta=rope.theta), size)
             extra[ROPE_DIVISORS] = (plain / inverse_frequencies(rope, size)).numpy()
-    if architecture.window_period:
-        windows = [block.grouped_attention.window for block in spec.blocks]
+    windows = [block.grouped_attention.window for block in spec.blocks]
+    if any(window is not None for window in windows) and architecture.window_period:
         values["attention.sliding_window_pattern"] = [window is not None for window in windows]
+    else:  # llama.cpp rejects a pattern without windows
+        values.pop("attention.sliding_window", None)
     if architecture.has_local_rope:
         values["rope.freq_base_swa"] = float(config["rope_parameters"]["sliding_attention"]["rope_theta"])
     metadata = {f"{architecture.name}.{key}": value for key, value in values.items()}
