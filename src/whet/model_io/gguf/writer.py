@@ -7,6 +7,7 @@ the empty list of merges of a byte tokenizer.
 import dataclasses
 import math
 import struct
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from whet.errors import ConfigError, ModelError
 from whet.model_io.gguf.config_writer import GgufModel, describe_model
 from whet.model_io.gguf.layout import ALIGNMENT, ARRAY, SCALARS, STRING
+from whet.model_io.gguf.quantize import K_QUANTS, check_quantizer, quantize_file
 from whet.model_io.gguf.tensor_names import Slot, build_skeleton, tensor_slots
 from whet.model_io.gguf.tokenizer_writer import tokenizer_metadata
 from whet.models.decoder import Decoder
@@ -37,6 +39,7 @@ KINDS = {
     "q4_1": (Kind.Q4_1, LlamaFileType.MOSTLY_Q4_1),
     "q4_0": (Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
+GGUF_KINDS = (*KINDS, *K_QUANTS)
 _FOUR_BITS = (Kind.Q4_0, Kind.Q4_1)
 # routers and learned positions, as in llama.cpp's converter
 _ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
@@ -75,32 +78,57 @@ def write_gguf(
     *,
     kind: str,
     end_tokens: Collection[int] = (),
+    imatrix: str | Path | None = None,
 ) -> None:
     """Write the model as one GGUF file, which appears under its name only when it is complete.
 
-    `end_tokens` are the ids that end a completion. Norms and biases are always float32. With 4 bits,
-    the embedding and the head are q8_0, because 4 bits degrade them most.
+    Norms, biases, routers and learned positions are always float32. With 4 bits, the embedding and the head
+    are q8_0, because 4 bits degrade them most.
+
+    Args:
+        path: The file to write.
+        model: The model, without adapters.
+        tokenizer: Its transformers tokenizer.
+        kind: The type of the matrices: one of `KINDS`, or of llama.cpp's k-quants.
+        end_tokens: The ids that end a completion.
+        imatrix: An importance matrix of llama.cpp, for k-quants.
+
+    Raises:
+        ConfigError: If the type is unknown, or needs llama.cpp and it is not installed.
+        ModelError: If GGUF cannot represent the model, its tokenizer or a value.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"unknown GGUF type {kind!r}", hint=f"use one of {', '.join(KINDS)}")
+    if kind not in GGUF_KINDS:
+        raise ConfigError(f"unknown GGUF type {kind!r}", hint=f"use one of {', '.join(GGUF_KINDS)}")
+    if imatrix is not None and kind not in K_QUANTS:
+        raise ConfigError(
+            f"an importance matrix only applies to k-quants, not to {kind}",
+            hint=f"use one of {', '.join(K_QUANTS)}",
+        )
+    path = Path(path)
+    tensor_kind, file_type = KINDS.get(kind, KINDS["f32"])
     described = describe_language_model(model)
     if tokenizer is None:
         raise ModelError("a GGUF file needs a tokenizer, but this model has none")
-    tensor_kind, file_type = KINDS[kind]
-    spec = described.spec
     metadata = {
         "general.architecture": described.architecture.name,
-        "general.name": Path(path).stem,
+        "general.name": path.stem,
         "general.file_type": int(file_type),
         "general.quantization_version": 2,
         **described.metadata,
-        **tokenizer_metadata(tokenizer, vocab_size=spec.vocab_size, end_tokens=end_tokens),
+        **tokenizer_metadata(tokenizer, vocab_size=described.spec.vocab_size, end_tokens=end_tokens),
     }
     entries = dict(_entries(described, model, tensor_kind))
-    path = Path(path)
+    if kind in K_QUANTS:
+        check_quantizer(kind, imatrix, {name: entry.shape for name, entry in entries.items()})
     remove_temporary_files(path.parent, only_name=path.name)
     with create_file_atomically(path) as staging:
-        write_chunks(staging, pack_file(metadata, entries))
+        if kind not in K_QUANTS:
+            write_chunks(staging, pack_file(metadata, entries))
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".quantize-") as directory:
+            source = Path(directory) / "float.gguf"
+            write_chunks(source, pack_file(metadata, entries))
+            quantize_file(source, staging, kind, imatrix=imatrix)
 
 
 def gguf_values(model: LanguageModel) -> dict[str, Callable[[], NDArray[np.float32]]]:
