@@ -14,6 +14,7 @@ class ExportFormat(Enum):
     peft = "peft"
     mlx = "mlx"
     gguf = "gguf"
+    gguf_adapter = "gguf-adapter"
 
 
 class GgufType(Enum):
@@ -23,12 +24,25 @@ class GgufType(Enum):
     f16 = "f16"
     bf16 = "bf16"
     q8_0 = "q8_0"
+    q6_k = "q6_k"
+    q5_k_m = "q5_k_m"
+    q5_1 = "q5_1"
+    q5_0 = "q5_0"
+    q4_k_m = "q4_k_m"
+    q4_1 = "q4_1"
     q4_0 = "q4_0"
 
 
-TO = typer.Option(..., "--to", help="hf: a model directory; peft, mlx: an adapter; gguf: one file.")
+TO = typer.Option(
+    ...,
+    "--to",
+    help="hf: a model directory; peft, mlx, gguf-adapter: an adapter; gguf: one file with the full model.",
+)
 TYPE = typer.Option(
     None, "--type", help="Dtype of the matrices in a GGUF file; default: f16, or bf16 for a bf16 model."
+)
+IMATRIX = typer.Option(
+    None, "--imatrix", help="Importance matrix of llama.cpp, for --type q4_k_m, q5_k_m and q6_k."
 )
 
 
@@ -40,6 +54,7 @@ def command(
         False, "--check", help="Load the result with its library and compare the outputs."
     ),
     gguf_type: GgufType | None = TYPE,
+    imatrix: str | None = IMATRIX,
     dtype: Dtype | None = DTYPE,
     tolerance: float | None = TOLERANCE,
 ) -> None:
@@ -53,6 +68,7 @@ def command(
         to.value,
         out,
         gguf_type=gguf_type and gguf_type.value,
+        imatrix=imatrix,
         dtype=dtype and dtype.value,
         tolerance=tolerance,
     )

@@ -21,7 +21,7 @@ from whet.model_io.export.export_model import (
 )
 from whet.model_io.formats.classifier_head import is_classifier
 
-Layout = Literal["hf", "peft", "mlx", "gguf"]
+Layout = Literal["hf", "peft", "mlx", "gguf", "gguf-adapter"]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -41,6 +41,7 @@ def export_run(
     output: str | Path | None = None,
     *,
     gguf_type: str | None = None,
+    imatrix: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> ExportResult:
@@ -50,6 +51,10 @@ def export_run(
     if gguf_type is not None and to != "gguf":
         raise ConfigError(
             f"--type only applies to --to gguf, not to --to {to}", hint="in Python it is called gguf_type"
+        )
+    if imatrix is not None and to != "gguf":
+        raise ConfigError(
+            f"--imatrix only applies to --to gguf, not to --to {to}", hint="in Python it is called imatrix"
         )
     if dtype is not None and to != "hf":
         raise ConfigError(
@@ -67,7 +72,7 @@ def export_run(
         "kind": kind,
         "tolerance": tolerance,
     }  # Any: keyword arguments
-    difference = write_export(loaded, path, to, **settings)
+    difference = write_export(loaded, path, to, imatrix=imatrix, **settings)
     merge_dtype = dtype_name(export_dtype if to == "hf" else torch.float32)
     remarks = [] if difference is None else [f"merged into {base} in {merge_dtype}: {difference}"]
     return ExportResult(

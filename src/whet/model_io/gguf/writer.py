@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGML_QUANT_SIZES, LlamaFileType
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import quantize
@@ -79,6 +80,7 @@ def write_gguf(
     kind: str,
     end_tokens: Collection[int] = (),
     imatrix: str | Path | None = None,
+    parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the model as one GGUF file, which appears under its name only when it is complete.
 
@@ -92,6 +94,7 @@ def write_gguf(
         kind: The type of the matrices: one of `KINDS`, or of llama.cpp's k-quants.
         end_tokens: The ids that end a completion.
         imatrix: An importance matrix of llama.cpp, for k-quants.
+        parameters: The parameters to write, by their names in the model; by default the model's own.
 
     Raises:
         ConfigError: If the type is unknown, or needs llama.cpp and it is not installed.
@@ -117,7 +120,7 @@ def write_gguf(
         **described.metadata,
         **tokenizer_metadata(tokenizer, vocab_size=described.spec.vocab_size, end_tokens=end_tokens),
     }
-    entries = dict(_entries(described, model, tensor_kind))
+    entries = dict(_entries(described, parameters or model.state_dict(), tensor_kind))
     if kind in K_QUANTS:
         check_quantizer(kind, imatrix, {name: entry.shape for name, entry in entries.items()})
     remove_temporary_files(path.parent, only_name=path.name)
@@ -133,8 +136,8 @@ def write_gguf(
 
 def gguf_values(model: LanguageModel) -> dict[str, Callable[[], NDArray[np.float32]]]:
     """Return functions that compute the unrounded values of each tensor, by GGUF name."""
-    described = describe_language_model(model)
-    return {name: entry.values for name, entry in _entries(described, model, Kind.F32)}
+    entries = _entries(describe_language_model(model), model.state_dict(), Kind.F32)
+    return {name: entry.values for name, entry in entries}
 
 
 def describe_language_model(model: LanguageModel) -> GgufModel:
@@ -148,14 +151,14 @@ def describe_language_model(model: LanguageModel) -> GgufModel:
     )
 
 
-def _entries(described: GgufModel, model: LanguageModel, kind: Kind) -> Iterator[tuple[str, Entry]]:
+def _entries(
+    described: GgufModel, tensors: Mapping[str, torch.Tensor], kind: Kind
+) -> Iterator[tuple[str, Entry]]:
     for name, values in described.extra.items():
         yield name, Entry(values.shape, Kind.F32, partial(np.asarray, values))
-    tensors = model.state_dict()
     for name, slot in tensor_slots(build_skeleton(described.spec), described.architecture).items():
         if slot.parameter not in tensors:
-            parameter = model.hf_name(slot.parameter)
-            raise ModelError(f"the model has no {parameter}", hint="merge its adapter first: whet.merge")
+            raise ModelError(f"the model has no {slot.parameter}", hint="merge its adapter first: whet.merge")
         tensor = tensors[slot.parameter]
         tensor_kind = _tensor_kind(name, slot, kind)
         largest = float(tensor.abs().max())
