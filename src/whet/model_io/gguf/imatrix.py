@@ -23,9 +23,12 @@ def read_imatrix(path: str | Path) -> Importance:
         ModelError: If the file cannot be read, or is not an importance matrix.
     """
     path = Path(path)
-    with invalid_input_errors(f"{path} is not an importance matrix of llama.cpp"):
+    try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
+    with invalid_input_errors(f"{path} is not an importance matrix of llama.cpp"):
         importance = _read_gguf(path) if is_gguf else _read_binary(path.read_bytes())
     if not importance:
         raise ModelError(f"{path} is not an importance matrix of llama.cpp: it has no entries")

@@ -44,7 +44,7 @@ GGUF_KINDS = (*KINDS, *K_QUANTS)
 _FOUR_BITS = (Kind.Q4_0, Kind.Q4_1)
 # routers and learned positions, as in llama.cpp's converter
 _ALWAYS_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
-_UINT32, _FLOAT32, _BOOL, _INT32 = 4, 6, 7, 5
+_UINT8, _UINT32, _INT32, _FLOAT32, _BOOL = 0, 4, 5, 6, 7
 # the largest magnitude that each type can represent: a block has an fp16 scale per quantization step
 # or for types with a minimum, the fp16 minimum itself
 _MAX_MAGNITUDES = {
@@ -114,11 +114,13 @@ def write_gguf(
         raise ModelError("a GGUF file needs a tokenizer, but this model has none")
     metadata = {
         "general.architecture": described.architecture.name,
-        "general.name": path.stem,
+        "general.name": path.stem,  # replaced below if llama.cpp's tokenization depends on it
         "general.file_type": int(file_type),
         "general.quantization_version": 2,
         **described.metadata,
-        **tokenizer_metadata(tokenizer, vocab_size=described.spec.vocab_size, end_tokens=end_tokens),
+        **tokenizer_metadata(
+            tokenizer, vocab_size=described.spec.vocab_size, end_tokens=end_tokens, name=path.stem
+        ),
     }
     entries = dict(_entries(described, parameters or model.state_dict(), tensor_kind))
     if kind in K_QUANTS:
@@ -211,6 +213,8 @@ def _pack_value(value: object) -> bytes:
     """Return the type of a metadata value followed by the value."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _pack_text(value)
+    if isinstance(value, bytes):
+        return struct.pack("<IIQ", ARRAY, _UINT8, len(value)) + value
     if isinstance(value, list):
         if not value or isinstance(value[0], str):
             return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_pack_text, value))
