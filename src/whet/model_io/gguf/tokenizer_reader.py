@@ -259,13 +259,17 @@ def _unigram(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     if charsmap := vocabulary.get("precompiled_charsmap"):
         assert isinstance(charsmap, list | bytes)
         steps.append(normalizers.Precompiled(bytes(value % 256 for value in charsmap)))
-    if vocabulary.flag("remove_extra_whitespaces", default=False):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    # as in llama.cpp, which adds a space also to a text that starts with one
+    merges_spaces = vocabulary.flag("remove_extra_whitespaces", default=False)
+    if merges_spaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = merges_spaces or vocabulary.flag("add_space_prefix", default=True)
+    if has_prefix:
+        steps.append(normalizers.Prepend(" "))
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
-    scheme = "always" if vocabulary.flag("add_space_prefix", default=True) else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
-    tokenizer.decoder = decoders.Metaspace(SPACE, scheme)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "never")
+    tokenizer.decoder = decoders.Metaspace(SPACE, "always" if has_prefix else "never")
     return tokenizer, False
 
 

@@ -26,6 +26,7 @@ from whet.model_io.gguf.tokenizer_reader import (
 log = logging.getLogger("whet")
 
 _PREFIX = "tokenizer.ggml."
+_APPROXIMATE = ("tekken", "gpt-4o")  # llama.cpp has other patterns for these
 # Texts on which tokenizers often differ: spaces, lines, digits, accents, emoji, bytes, contractions.
 _DIFFICULT_TEXTS = (
     "",
@@ -68,8 +69,7 @@ def tokenizer_metadata(
         unigram = _unigram(tokenizer_json, len(tokens)) | common
         candidates = [
             unigram | {"add_space_prefix": prefix, "remove_extra_whitespaces": merges}
-            for prefix in (True, False)
-            for merges in (True, False)
+            for prefix, merges in ((True, True), (True, False), (False, False))
         ]
     elif _has_type(tokenizer_json["pre_tokenizer"], "ByteLevel"):
         candidates = [_byte_level(tokenizer_json) | common]
@@ -119,6 +119,8 @@ def _tokens_and_types(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tup
             by_id[token["id"]] = (text if byte_level else text.replace(" ", SPACE), USER_DEFINED)
     if (last := max(by_id)) >= vocab_size:
         raise ModelError(f"the tokenizer has a token {last}, but the embedding has only {vocab_size} rows")
+    if (with_null := next((index for index, (text, _) in by_id.items() if "\0" in text), None)) is not None:
+        raise ModelError(f"token {with_null} contains a null character, which llama.cpp cannot read")
     entries = [by_id.get(index, (f"[UNUSED{index}]", UNUSED)) for index in range(vocab_size)]
     return [text for text, _ in entries], [kind for _, kind in entries]
 
@@ -169,6 +171,12 @@ def _split_name(tokenizer_json: Mapping[str, Any], *, any_split: bool) -> str:
         if split.normalizer is not None:
             candidate.normalizer = split.normalizer
         if name != "default" and _split_settings(json.loads(candidate.to_str())) == target:
+            if name in _APPROXIMATE:
+                log.warning(
+                    "llama.cpp splits some words with non-ASCII letters, and some emoji, differently from this "
+                    "%s tokenizer",
+                    name,
+                )
             return name
     if any_split and tokenizer_json["normalizer"] is None:
         return "gpt-2"  # without merges, it does not matter where words end
