@@ -1,5 +1,7 @@
 """llama.cpp opens whet's GGUF files: the same logits, tokens, chat template, and adapters."""
 
+import struct
+
 import gguf
 import numpy as np
 import pytest
@@ -9,15 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import whet
 from model_io.hard_strings import hard_strings
-from model_io.test_gguf_families import GPT2, ROWS, SIZES, TOKENS, export, make_reference
+from model_io.test_gguf_families import ROWS, SIZES, TOKENS, export, make_reference
+from model_io.test_imatrix import write_binary_imatrix
 from whet.errors import ModelError
 from whet.generation.engine import generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.model_io.gguf.adapter_writer import write_gguf_adapter
-from whet.model_io.gguf.imatrix import read_imatrix
 from whet.model_io.gguf.llama_cpp_process import run_llama_cpp
 from whet.model_io.gguf.tokenizer_reader import build_tokenizer, splits
-from whet.model_io.gguf.writer import write_gguf
+from whet.model_io.gguf.writer import gguf_values, write_gguf
 from whet.models.stop_tokens import config_eos_ids
 
 pytest.importorskip("llama_cpp", reason="make test-slow installs it")
@@ -61,6 +63,48 @@ def test_adapter_of_a_family(tmp_path, row, variant):
     output = run_llama_cpp(tmp_path / "base.gguf", token_lists=[SAMPLE], adapter=tmp_path / "adapter.gguf")
     tolerance = GELU_TOLERANCE if family.startswith(("Gemma", "GPT2")) else 1e-3
     assert np.abs(output.logits[0] - expected).max() < tolerance
+
+
+def weight_error(path, model, name, weights):
+    """Return the weighted squared error of a tensor in a file."""
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    stored = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    return float(((stored - gguf_values(model)[name]()) ** 2 * weights).sum())
+
+
+def test_k_quants_and_importance_matrix(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    make_reference(tmp_path / "source", "Llama", {}, **sizes)
+    model, tokenizer = whet.load(tmp_path / "source", dtype=torch.float32, device="cpu")
+    errors, name = [], "blk.0.ffn_up.weight"
+    importance = np.geomspace(1, 1e4, 256).astype(np.float32)
+    write_binary_imatrix(tmp_path / "i.dat", {name: importance})
+    for kind, stored in (("q6_k", "Q6_K"), ("q5_k_m", "Q5_K"), ("q4_k_m", "Q4_K")):
+        path = tmp_path / f"{kind}.gguf"
+        write_gguf(path, model, tokenizer, kind=kind)
+        kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+        assert kinds[name] == stored
+        assert kinds["output_norm.weight"] == "F32"
+        errors.append(weight_error(path, model, name, 1.0))
+        guided = tmp_path / "guided" / path.name
+        write_gguf(guided, model, tokenizer, kind=kind, imatrix=tmp_path / "i.dat")
+        assert weight_error(guided, model, name, importance) < weight_error(path, model, name, importance)
+        # the same weights in whet, whose activations are not rounded
+        again, _ = whet.load(path, dtype=torch.float32, device="cpu")
+        theirs = torch.from_numpy(run_llama_cpp(path, token_lists=[SAMPLE]).logits[0]).log_softmax(-1)
+        ours = torch.from_numpy(whet_logits(again)).log_softmax(-1)
+        assert (ours.exp() * (ours - theirs)).sum(-1).mean() < 0.01
+    assert errors == sorted(errors)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_file_that_llama_cpp_rejects_is_an_error(tmp_path):
+    make_reference(tmp_path / "source", "Llama", {})
+    export(tmp_path / "source", tmp_path / "out.gguf")
+    content = (tmp_path / "out.gguf").read_bytes()
+    (tmp_path / "bad.gguf").write_bytes(content.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(ModelError, match="llama.cpp cannot use .*bad.gguf: .*ffn_up.weight"):
+        run_llama_cpp(tmp_path / "bad.gguf", token_lists=[SAMPLE])
 
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>"]
@@ -108,8 +152,13 @@ def train_sentencepiece():
 def train_unigram():
     """Return a tokenizer like T5's, which merges spaces."""
     tokenizer = Tokenizer(models.Unigram())
+    charsmap = struct.pack("<I", 2048) + bytes(2048) + b"\0"  # a trie without entries
     tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        [
+            normalizers.Precompiled(charsmap),
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -179,7 +228,7 @@ def test_smollm2(smollm2_directory, tmp_path):
     texts = hard_strings(special=specials)
     questions = [f"{verb} {thing}." for verb in ("Describe", "Name a use of", "Write a line about", "What is") for thing in ("a river", "copper", "the moon", "a fox", "tea")]  # fmt: skip
     prompts = [encode_prompt(tokenizer, question) for question in questions]
-    ours = [generate_tokens(model, [prompt], max_tokens=16)[0] for prompt in prompts]
+    ours = [generate_tokens(model, [prompt], max_tokens=16, stop_tokens=set())[0] for prompt in prompts]
     for kind in ("f32", "f16"):
         path = tmp_path / f"{kind}.gguf"
         write_gguf(path, model, tokenizer, kind=kind, end_tokens=config_eos_ids(model))

@@ -59,6 +59,8 @@ def format_value(value: object) -> str:
 
 def find_architecture(header: Header) -> Architecture:
     """Return the architecture of a file, or raise ModelError if it is not supported."""
+    if (kind := header.metadata.get("general.type", "model")) != "model":
+        raise ModelError(f"{header.source} is a GGUF {kind}, not a model")
     name = header.metadata.get("general.architecture")
     has_experts = bool(header.metadata.get(f"{name}.expert_count"))
     for architecture in ARCHITECTURES:

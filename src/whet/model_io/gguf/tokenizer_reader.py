@@ -262,7 +262,7 @@ def _unigram(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     # as in llama.cpp, which adds a space also to a text that starts with one
     merges_spaces = vocabulary.flag("remove_extra_whitespaces", default=False)
     if merges_spaces:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     has_prefix = merges_spaces or vocabulary.flag("add_space_prefix", default=True)
     if has_prefix:
         steps.append(normalizers.Prepend(" "))

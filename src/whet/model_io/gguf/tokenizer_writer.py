@@ -173,7 +173,7 @@ def _split_name(tokenizer_json: Mapping[str, Any], *, any_split: bool) -> str:
         if name != "default" and _split_settings(json.loads(candidate.to_str())) == target:
             if name in _APPROXIMATE:
                 log.warning(
-                    "llama.cpp splits some words with non-ASCII letters, and some emoji, differently from this "
+                    "llama.cpp splits some words with non-ASCII letters, and some emoji, differently from a "
                     "%s tokenizer",
                     name,
                 )
