@@ -304,6 +304,7 @@ def export(
     *,
     check: bool = False,
     gguf_type: str | None = None,
+    imatrix: str | Path | None = None,
     dtype: "str | torch.dtype | None" = None,
     tolerance: float | None = None,
     quantize: "Quantization | None" = None,
@@ -319,11 +320,13 @@ def export(
 
     Args:
         run: The run directory, adapter directory, or name or directory of a model.
-        to: The format: "hf" (a model directory, adapters merged), "peft" or "mlx" (an adapter directory), or
-            "gguf" (a single file).
+        to: The format: "hf" (a model directory, adapters merged), "peft" or "mlx" (an adapter directory),
+            "gguf" (a single file), or "gguf-adapter" (a single file with the adapter).
         output: The path to write. By default a run is exported to its `export/` directory.
         check: Load the result with the target library and compare it with the model.
-        gguf_type: The storage type of matrices in a GGUF file: f32, f16, bf16, q8_0 or q4_0.
+        gguf_type: The storage type of matrices in a GGUF file: f32, f16, bf16, q8_0, q6_k, q5_k_m, q5_1,
+            q5_0, q4_k_m, q4_1 or q4_0.
+        imatrix: An importance matrix of llama.cpp, which guides the rounding to q6_k, q5_k_m or q4_k_m.
         dtype: With "hf", the dtype to convert the weights to. By default that of the base model.
         tolerance: Raise an error if merging the adapter changes a logit by more than this.
         quantize: With "hf", quantize the linear layers to "fp8", "int8", "int4" or "nf4". `check` then also
@@ -343,8 +346,8 @@ def export(
         WhetError: The run cannot be exported in this format, or `check` found a difference.
     """
     from whet.errors import RunError
-    from whet.evaluation.quantized_export import QuantizationOptions, export_quantized
-    from whet.model_io.export.export_run import export_run
+    from whet.evaluation.quantized_export import QuantizationOptions
+    from whet.evaluation.quantized_export import export as export_as_asked
 
     options = QuantizationOptions(
         quantize,
@@ -354,12 +357,17 @@ def export(
         max_kl=max_kl,
         max_perplexity_increase=max_perplexity_increase,
     )
-    if options.is_set:
-        exported = export_quantized(
-            run, to, output, options, gguf_type=gguf_type, dtype=dtype, tolerance=tolerance, check=check
-        )
-    else:
-        exported = export_run(run, to, output, gguf_type=gguf_type, dtype=dtype, tolerance=tolerance)
+    exported = export_as_asked(
+        run,
+        to,
+        output,
+        options,
+        gguf_type=gguf_type,
+        imatrix=imatrix,
+        dtype=dtype,
+        tolerance=tolerance,
+        check=check,
+    )
     for line in (*exported.remarks, *exported.advice):
         log.info("%s", line)
     for result in exported.check() if check or options.measures else []:

@@ -186,7 +186,7 @@ def test_invalid_input_prints_one_message_and_exits_2(cli, tiny_directory, argum
 
 
 def test_gguf_export_rejects_unsupported_family(cli, tmp_path):
-    config = Qwen3Config(vocab_size=270, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8)  # fmt: skip
+    config = Qwen3Config(vocab_size=270, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=True)  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
     write_tokenizer(tmp_path / "qwen")
     code, _, err = cli("export", tmp_path / "qwen", "--to", "gguf", "--out", tmp_path / "out.gguf")

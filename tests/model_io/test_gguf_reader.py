@@ -414,7 +414,8 @@ BAD_MODELS = {
         "the metadata has 1073741824 layers, but there are only 20 tensors",
     ),
     "partial rotary": (put("llama.rope.dimension_count", 8), "rotary, key and value sizes differ"),
-    "experts": (put("llama.expert_count", 8), "with experts"),
+    "experts": (put("llama.expert_count", 8), "llama.expert_used_count is missing"),
+    "experts of another kind": (put("llama.expert_count", "8"), "llama.expert_count is '8'"),
     "bad epsilon": (
         put("llama.attention.layer_norm_rms_epsilon", -1.0),
         "epsilon is -1.0, not a positive number",
@@ -426,17 +427,17 @@ BAD_MODELS = {
                 "llama.rope.scaling.type": "yarn",
                 "llama.rope.scaling.factor": 2.0,
                 "llama.rope.scaling.original_context_length": 64,
-                "llama.rope.scaling.attn_factor": 2.0,
+                "llama.rope.scaling.yarn_log_multiplier": 2.0,
             }
         ),
-        "llama.rope.scaling.attn_factor is not supported",
+        "llama.rope.scaling.yarn_log_multiplier is not supported",
     ),
     "wrong rope_freqs": (tensor("rope_freqs.weight", 3), "rope_freqs.weight does not have 8 values"),
     "no tokenizer": (without("tokenizer.ggml.model"), "has no tokenizer"),
-    "unknown tokenizer": (put("tokenizer.ggml.model", "t5"), "the tokenizer 't5' is not supported"),
+    "unknown tokenizer": (put("tokenizer.ggml.model", "rwkv"), "the tokenizer 'rwkv' is not supported"),
     "unknown splitting": (
-        put("tokenizer.ggml.pre", "tekken"),
-        "tokenizer.ggml.pre='tekken' is not supported",
+        put("tokenizer.ggml.pre", "falcon"),
+        "tokenizer.ggml.pre='falcon' is not supported",
     ),
     "token out of range": (
         put("tokenizer.ggml.eos_token_id", 9999),
@@ -479,8 +480,8 @@ def test_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) -> No
 
 def test_unsupported_pre_tokenizer_lists_the_supported_ones() -> None:
     with pytest.raises(ModelError) as caught:
-        build_tokenizer(byte_level_metadata(pre="tekken"), source="x.gguf", vocab_size=VOCAB, max_length=8)
-    assert caught.value.hint == "supported: default, gpt-2, llama-bpe, qwen2, smollm"
+        build_tokenizer(byte_level_metadata(pre="falcon"), source="x.gguf", vocab_size=VOCAB, max_length=8)
+    assert caught.value.hint.startswith("supported: default, gpt-2, olmo, llama-bpe, dbrx, qwen2")
 
 
 def header(*, tensors: int = 0, keys: int = 0, version: int = 3) -> bytes:

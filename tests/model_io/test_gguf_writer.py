@@ -1,6 +1,7 @@
 """Writing GGUF: the gguf package and whet read back the same model and tokenizer."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import (
     AutoTokenizer,
+    CohereConfig,
+    CohereForCausalLM,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 import whet
@@ -30,6 +31,7 @@ from model_io.test_gguf_reader import (
     sentencepiece_metadata,
     tiny_model,
 )
+from model_io.test_imatrix import write_binary_imatrix
 from tiny import write_tiny_model, write_tokenizer
 from whet.errors import CheckpointError, ConfigError, ModelError
 from whet.model_io.gguf.reader import convert_gguf
@@ -138,7 +140,15 @@ def test_metadata_has_the_keys_of_llama_cpp(tmp_path: Path) -> None:
 
 
 # relative to the largest value in a block of 32; scales are fp16, and q4_0 has no code +8
-MAX_ERRORS = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q4_0": 1 / 8 + 2**-11}
+MAX_ERRORS = {
+    "f16": 2**-11,
+    "bf16": 2**-8,
+    "q8_0": 0.5 / 127 + 2**-11,
+    "q5_1": 1 / 31 + 3 * 2**-11,
+    "q5_0": 1 / 16 + 2**-11,
+    "q4_1": 1 / 15 + 3 * 2**-11,
+    "q4_0": 1 / 8 + 2**-11,
+}
 
 
 @pytest.mark.parametrize("kind", MAX_ERRORS)
@@ -152,7 +162,7 @@ def test_types_are_within_their_error_and_norms_are_exact(tmp_path: Path, kind: 
             assert stored[name] == Kind.F32
             assert np.array_equal(actual[name], values)
             continue
-        in_embedding = kind == "q4_0" and name == "token_embd.weight"
+        in_embedding = kind.startswith("q4") and name == "token_embd.weight"
         assert stored[name] == (Kind.Q8_0 if in_embedding else Kind[kind.upper()])
         largest = np.abs(values).reshape(-1, 32).max(1)
         error = np.abs(actual[name] - values).reshape(-1, 32).max(1)
@@ -185,10 +195,10 @@ def test_mistral_without_a_window_is_exported_as_llama(tmp_path: Path) -> None:
         export_gguf(tmp_path / "windowed", windowed)
 
 
-def test_unsupported_architecture_is_rejected(tmp_path: Path) -> None:
-    config = Qwen3Config(vocab_size=270, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # fmt: skip
-    with pytest.raises(ModelError, match="this 'qwen3' model cannot be exported to GGUF") as caught:
-        export_gguf(tmp_path, Qwen3ForCausalLM(config))
+def test_model_that_runs_through_transformers_is_rejected(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 270, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    with pytest.raises(ModelError, match="this 'cohere' model cannot be exported to GGUF: .* transformers") as caught:  # fmt: skip
+        export_gguf(tmp_path, CohereForCausalLM(CohereConfig(**sizes)))
     assert "--to hf" in str(caught.value.hint)
 
 
@@ -219,6 +229,33 @@ def test_unrepresentable_models_are_rejected_and_nothing_is_written(tmp_path: Pa
     with pytest.raises(ModelError, match="merge its adapter first"):
         write_gguf(out, ours, tokenizer, kind="f32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16.gguf", "source"]
+
+
+def test_importance_matrix_and_missing_llama_cpp_are_rejected_before_writing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    ours, tokenizer = whet.load(
+        save_with_tokenizer(tmp_path / "source", tiny_model()), dtype=torch.float32, device="cpu"
+    )
+    out = tmp_path / "out.gguf"
+    with pytest.raises(ConfigError, match="an importance matrix only applies to k-quants, not to q4_0"):
+        write_gguf(out, ours, tokenizer, kind="q4_0", imatrix=tmp_path / "i.dat")
+    monkeypatch.setattr("whet.model_io.gguf.llama_cpp_process.has_llama_cpp", lambda: False)
+    with pytest.raises(ConfigError, match="the GGUF type q4_k_m needs llama.cpp, but") as caught:
+        write_gguf(out, ours, tokenizer, kind="q4_k_m")
+    assert caught.value.hint == "pip install 'whet[llama-cpp]'"
+    monkeypatch.setattr("whet.model_io.gguf.llama_cpp_process.has_llama_cpp", lambda: True)
+    for values, message in (
+        (
+            {"blk.0.ffn_up.weight": 8},
+            "is of another model: blk.0.ffn_up.weight has 8 inputs there, and 64 here",
+        ),
+        ({"blk.9.ffn_up.weight": 64}, "is of another model: it has no tensor of this one"),
+    ):
+        write_binary_imatrix(tmp_path / "i.dat", {name: np.ones(size) for name, size in values.items()})
+        with pytest.raises(ModelError, match=message):
+            write_gguf(out, ours, tokenizer, kind="q4_k_m", imatrix=tmp_path / "i.dat")
+    assert not out.exists()
 
 
 def test_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
@@ -253,7 +290,9 @@ def test_tokenizers_trained_by_whet_round_trip(spec: str) -> None:
     assert reloaded.get_vocab_size() == len(tokenizer)  # rows without a token are not tokens
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "olmo", "llama-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "smollm", "tekken", "gpt-4o"]
+)
 def test_pre_tokenizers_are_recognized(pre: str) -> None:
     from model_io.test_gguf_reader import byte_level_metadata
 
@@ -265,6 +304,85 @@ def test_pre_tokenizers_are_recognized(pre: str) -> None:
     assert metadata["tokenizer.ggml.pre"] == pre
     assert metadata["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 4, 1]
     assert metadata["tokenizer.ggml.add_bos_token"] is (pre == "llama-bpe")
+
+
+def test_removing_everything_but_the_matches_is_the_same_split() -> None:
+    """As in the files of OLMo 2 and Phi-4."""
+    from model_io.test_gguf_reader import byte_level_metadata
+
+    first = build_tokenizer(byte_level_metadata(pre="dbrx"), source="x", vocab_size=300, max_length=64)
+    tokenizer_json = json.loads(first.tokenizer.to_str())
+    tokenizer_json["pre_tokenizer"]["pretokenizers"][0] |= {"behavior": "Removed", "invert": True}
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)))
+    assert tokenizer_metadata(fast, vocab_size=266)["tokenizer.ggml.pre"] == "dbrx"
+
+
+def test_name_follows_how_special_tokens_treat_spaces() -> None:
+    """llama.cpp removes the spaces after special tokens if the name of the model contains phi-3."""
+    from model_io.test_gguf_reader import byte_level_metadata
+
+    tokens = ["<unk>", "<s>", "</s>", "<|endoftext|>"]
+    metadata = byte_level_metadata(pre="gpt-2")
+    metadata["tokenizer.ggml.tokens"][:4] = tokens
+    metadata["general.name"] = "Phi-3"
+    removing = build_tokenizer(metadata, source="x", vocab_size=300, max_length=64).tokenizer
+    letter, space = removing.token_to_id("a"), removing.token_to_id("Ġ")
+    assert removing.encode("</s>  a").ids == [2, letter]
+    assert removing.encode("<s> a").ids == [1, space, letter]
+    written = tokenizer_metadata(
+        PreTrainedTokenizerFast(tokenizer_object=removing), vocab_size=266, name="mine"
+    )
+    assert written["general.name"] == "mine (Phi-3)"
+    metadata["general.name"] = "mine"
+    plain = build_tokenizer(metadata, source="x", vocab_size=300, max_length=64).tokenizer
+    written = tokenizer_metadata(
+        PreTrainedTokenizerFast(tokenizer_object=plain), vocab_size=266, name="my-Phi3"
+    )
+    assert written["general.name"] == "my-phi_3"
+
+
+def unigram_tokenizer(*, charsmap: bytes | None = None) -> PreTrainedTokenizerFast:
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -3.0), *((letter, -4.0) for letter in "abcdexyz!.")]
+    pieces += [("▁ab", -2.5), ("abc", -2.0), ("▁abc", -2.75), ("de", -3.5)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0))
+    steps = [normalizers.Precompiled(charsmap)] if charsmap else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            *steps,
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def test_unigram_tokenizer_round_trips_with_its_scores() -> None:
+    charsmap = struct.pack("<I", 2048) + bytes(2048) + b"\0"  # a trie without entries
+    tokenizer = unigram_tokenizer(charsmap=charsmap)
+    metadata = tokenizer_metadata(tokenizer, vocab_size=20)
+    assert metadata["tokenizer.ggml.precompiled_charsmap"] == charsmap
+    assert metadata["tokenizer.ggml.model"] == "t5"
+    assert metadata["tokenizer.ggml.remove_extra_whitespaces"] is True
+    assert metadata["tokenizer.ggml.scores"][2:4] == [-3.0, -4.0]
+    assert metadata["tokenizer.ggml.token_type"] == [2, 3] + [1] * 15 + [5] * 3
+    reloaded = build_tokenizer(metadata, source="x", vocab_size=20, max_length=64).tokenizer
+    for text in (*TRICKY, "abcde  abc! zzz", "</s> abc"):
+        assert reloaded.encode(text).ids == tokenizer(text)["input_ids"], text
+
+
+def test_unrepresentable_unigram_tokenizers_are_rejected() -> None:
+    tokenizer_json = json.loads(unigram_tokenizer().backend_tokenizer.to_str())
+    tokenizer_json["normalizer"] = (
+        None  # llama.cpp adds a space to a text that starts with one, this does not
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)))
+    with pytest.raises(ModelError, match="cannot represent this tokenizer: ' ' has the ids"):
+        tokenizer_metadata(fast, vocab_size=20)
+    tokenizer_json["model"]["byte_fallback"] = True
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer_json)))
+    with pytest.raises(ModelError, match="has no tokens for single bytes"):
+        tokenizer_metadata(fast, vocab_size=20)
 
 
 @pytest.mark.parametrize("prefix", [True, False])

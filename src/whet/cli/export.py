@@ -14,6 +14,7 @@ class ExportFormat(Enum):
     peft = "peft"
     mlx = "mlx"
     gguf = "gguf"
+    gguf_adapter = "gguf-adapter"
 
 
 class GgufType(Enum):
@@ -23,6 +24,12 @@ class GgufType(Enum):
     f16 = "f16"
     bf16 = "bf16"
     q8_0 = "q8_0"
+    q6_k = "q6_k"
+    q5_k_m = "q5_k_m"
+    q5_1 = "q5_1"
+    q5_0 = "q5_0"
+    q4_k_m = "q4_k_m"
+    q4_1 = "q4_1"
     q4_0 = "q4_0"
 
 
@@ -42,9 +49,16 @@ class Scales(Enum):
     tensor = "tensor"
 
 
-TO = typer.Option(..., "--to", help="hf: a model directory; peft, mlx: an adapter; gguf: one file.")
+TO = typer.Option(
+    ...,
+    "--to",
+    help="hf: a model directory; peft, mlx, gguf-adapter: an adapter; gguf: one file with the full model.",
+)
 TYPE = typer.Option(
     None, "--type", help="Dtype of the matrices in a GGUF file; default: f16, or bf16 for a bf16 model."
+)
+IMATRIX = typer.Option(
+    None, "--imatrix", help="Importance matrix of llama.cpp, for --type q4_k_m, q5_k_m and q6_k."
 )
 
 QUANTIZE = typer.Option(
@@ -72,6 +86,7 @@ def command(
         False, "--check", help="Load the result with its library and compare the outputs."
     ),
     gguf_type: GgufType | None = TYPE,
+    imatrix: str | None = IMATRIX,
     dtype: Dtype | None = DTYPE,
     tolerance: float | None = TOLERANCE,
     quantize: Quantization | None = QUANTIZE,
@@ -83,8 +98,7 @@ def command(
 ) -> None:
     """Export to transformers, vLLM, PEFT, mlx-lm or llama.cpp."""
     from whet.cli.console import set_up_logging
-    from whet.evaluation.quantized_export import QuantizationOptions, export_quantized
-    from whet.model_io.export.export_run import export_run
+    from whet.evaluation.quantized_export import QuantizationOptions, export
 
     set_up_logging()
     options = QuantizationOptions(
@@ -95,26 +109,17 @@ def command(
         max_kl=max_kl,
         max_perplexity_increase=max_perplexity_increase,
     )
-    if options.is_set:
-        exported = export_quantized(
-            run,
-            to.value,
-            out,
-            options,
-            gguf_type=gguf_type and gguf_type.value,
-            dtype=dtype and dtype.value,
-            tolerance=tolerance,
-            check=check,
-        )
-    else:
-        exported = export_run(
-            run,
-            to.value,
-            out,
-            gguf_type=gguf_type and gguf_type.value,
-            dtype=dtype and dtype.value,
-            tolerance=tolerance,
-        )
+    exported = export(
+        run,
+        to.value,
+        out,
+        options,
+        gguf_type=gguf_type and gguf_type.value,
+        imatrix=imatrix,
+        dtype=dtype and dtype.value,
+        tolerance=tolerance,
+        check=check,
+    )
     print(*exported.remarks, exported.path, *exported.advice, sep="\n")
     if check or options.measures:
         results = exported.check()

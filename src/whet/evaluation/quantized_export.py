@@ -32,7 +32,7 @@ from whet.model_io.export.export_model import (
     load_for_export,
     merge_adapter,
 )
-from whet.model_io.export.export_run import ExportResult, as_dtype
+from whet.model_io.export.export_run import ExportResult, Layout, as_dtype, check_layout, export_run
 from whet.model_io.export.quantize_model import QuantizedModel, check_quantization, quantize_model
 from whet.model_io.export.quantized_check import check_quantized, require_reader
 from whet.model_io.formats.classifier_head import is_classifier
@@ -81,13 +81,33 @@ class QuantizationOptions:
                 raise ConfigError(f"{name} must be at least 0, not {bound}")
 
 
-def export_quantized(
+def export(
     run: str | Path,
-    to: str,
+    to: Layout,
     output: str | Path | None,
     options: QuantizationOptions,
     *,
     gguf_type: str | None = None,
+    imatrix: str | Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    tolerance: float | None = None,
+    check: bool = False,
+) -> ExportResult:
+    """Export a run, an adapter or a model, quantized if an option says so. See `whet.export`."""
+    if not options.is_set:
+        return export_run(
+            run, to, output, gguf_type=gguf_type, imatrix=imatrix, dtype=dtype, tolerance=tolerance
+        )
+    options.check()
+    check_layout(to, quantize=options.quantize, gguf_type=gguf_type, imatrix=imatrix)
+    return export_quantized(run, output, options, dtype=dtype, tolerance=tolerance, check=check)
+
+
+def export_quantized(
+    run: str | Path,
+    output: str | Path | None,
+    options: QuantizationOptions,
+    *,
     dtype: str | torch.dtype | None = None,
     tolerance: float | None = None,
     check: bool = False,
@@ -96,10 +116,8 @@ def export_quantized(
 
     Args:
         run: The run directory, adapter directory, or name or directory of a model.
-        to: Must be "hf".
         output: The directory to write. By default `export/hf-QUANTIZATION` in the run.
         options: How to quantize, and what to measure.
-        gguf_type: Must be None.
         dtype: The dtype of the other weights and of the scales. By default that of the base model.
         tolerance: Raise an error if merging the adapter changes a logit by more than this.
         check: Measure the loss of quantization, and load the result with transformers.
@@ -111,16 +129,6 @@ def export_quantized(
         CheckError: A bound is broken, or transformers reads other weights. Nothing is written.
         WhetError: The model cannot be exported in this form.
     """
-    options.check()
-    if to != "hf" or gguf_type is not None:
-        raise ConfigError(
-            f"--quantize only applies to --to hf, not to --to {to}"
-            if to != "hf"
-            else "--type only applies to --to gguf, not to --to hf",
-            hint="an adapter cannot be quantized: use --to hf"
-            if to in ("peft", "mlx")
-            else "GGUF files are quantized by --type, Hugging Face directories by --quantize",
-        )
     kind = str(options.quantize)
     measures = check or options.measures
     if measures:

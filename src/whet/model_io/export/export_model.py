@@ -102,11 +102,17 @@ def write_export(
     dtype: torch.dtype,
     kind: str,
     tolerance: float | None,
+    imatrix: str | Path | None = None,
 ) -> LogitDifference | None:
     """Write the model in a layout, and return how much merging changed the logits, if it was merged.
 
-    `dtype` applies to the layout `hf`, and `kind` is the tensor type of `gguf`.
+    `dtype` applies to `hf`; `kind` is the tensor type of `gguf`, and `imatrix` guides its rounding.
     """
+    if layout == "gguf-adapter":
+        from whet.model_io.gguf.adapter_writer import write_gguf_adapter
+
+        write_gguf_adapter(path, loaded.model)
+        return None
     if layout in ("peft", "mlx"):
         _write_adapter(loaded, path, layout)
         return None
@@ -117,7 +123,14 @@ def write_export(
     else:
         from whet.model_io.gguf.writer import write_gguf
 
-        write_gguf(path, loaded.model, loaded.tokenizer, kind=kind, end_tokens=config_eos_ids(loaded.model))
+        write_gguf(
+            path,
+            loaded.model,
+            loaded.tokenizer,
+            kind=kind,
+            end_tokens=config_eos_ids(loaded.model),
+            imatrix=imatrix,
+        )
     return difference
 
 
@@ -143,7 +156,8 @@ def default_path(name: str, layout: str, kind: str) -> Path:
             f"{name} is not a run, so there is no default path for the export", hint="set one with --out"
         )
     directory = run / "export"
-    return directory / f"{run.resolve().name}-{kind}.gguf" if layout == "gguf" else directory / layout
+    suffixes = {"gguf": kind, "gguf-adapter": "adapter"}
+    return directory / (f"{run.resolve().name}-{suffixes[layout]}.gguf" if layout in suffixes else layout)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -21,8 +21,15 @@ from whet.model_io.export.export_model import (
 )
 from whet.model_io.formats.classifier_head import is_classifier
 
-Layout = Literal["hf", "peft", "mlx", "gguf"]
+Layout = Literal["hf", "peft", "mlx", "gguf", "gguf-adapter"]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+# arguments that apply to one format: their option on the command line, and the format
+_LAYOUT_OPTIONS = {
+    "gguf_type": ("--type", "gguf"),
+    "imatrix": ("--imatrix", "gguf"),
+    "dtype": ("--dtype", "hf"),
+    "quantize": ("--quantize", "hf"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,20 +48,12 @@ def export_run(
     output: str | Path | None = None,
     *,
     gguf_type: str | None = None,
+    imatrix: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> ExportResult:
     """Write a run, an adapter directory or a model in the format of another program. See `whet.export`."""
-    if to not in get_args(Layout):
-        raise ConfigError(f"unknown format {to!r}", hint=f"use one of {', '.join(get_args(Layout))}")
-    if gguf_type is not None and to != "gguf":
-        raise ConfigError(
-            f"--type only applies to --to gguf, not to --to {to}", hint="in Python it is called gguf_type"
-        )
-    if dtype is not None and to != "hf":
-        raise ConfigError(
-            f"--dtype only applies to --to hf, not to --to {to}", hint="in Python it is called dtype"
-        )
+    check_layout(to, gguf_type=gguf_type, imatrix=imatrix, dtype=dtype)
     torch_dtype = None if dtype is None else as_dtype(dtype)
     if is_classifier(local_model_directory(run)):
         return _export_classifier(run, to, output, dtype=torch_dtype or torch.float32)
@@ -67,12 +66,24 @@ def export_run(
         "kind": kind,
         "tolerance": tolerance,
     }  # Any: keyword arguments
-    difference = write_export(loaded, path, to, **settings)
+    difference = write_export(loaded, path, to, imatrix=imatrix, **settings)
     merge_dtype = dtype_name(export_dtype if to == "hf" else torch.float32)
     remarks = [] if difference is None else [f"merged into {base} in {merge_dtype}: {difference}"]
     return ExportResult(
         path, remarks, _base_advice(run, to), lambda: check_export(loaded, path, to, **settings)
     )
+
+
+def check_layout(to: str, **options: object) -> None:
+    """Raise ConfigError for an unknown format, or for an option that belongs to another one."""
+    if to not in get_args(Layout):
+        raise ConfigError(f"unknown format {to!r}", hint=f"use one of {', '.join(get_args(Layout))}")
+    for name, value in options.items():
+        flag, layout = _LAYOUT_OPTIONS[name]
+        if value is not None and to != layout:
+            raise ConfigError(
+                f"{flag} only applies to --to {layout}, not to --to {to}", hint=f"in Python it is called {name}"
+            )
 
 
 def _export_classifier(

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,22 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
-from whet.model_io.gguf.layout import ALIGNMENT, ARRAY, SCALARS, STRING, Slot, slots_of, split_rotary_pairs
+from whet.model_io.gguf.architectures import Architecture
+from whet.model_io.gguf.config_reader import Header, find_architecture, read_config
+from whet.model_io.gguf.layout import ALIGNMENT, ARRAY, SCALARS, STRING
+from whet.model_io.gguf.tensor_names import (
+    ROPE_DIVISORS,
+    Slot,
+    build_skeleton,
+    restore_parameters,
+    tensor_slots,
+)
 from whet.model_io.gguf.tokenizer_reader import build_tokenizer
+from whet.models.decoder import Decoder
+from whet.models.families import FAMILIES
 from whet.storage import create_directory_atomically, write_json, write_safetensors, write_text
-
-ARCHITECTURES = ("llama",)
 
 _MAGIC = b"GGUF"
 _MAX_NESTING = 4  # of arrays: no known file uses more, and a malicious file could exhaust the stack
@@ -207,184 +216,64 @@ def _read_tensor_infos(
 def convert_gguf(source: Path, target: Path) -> None:
     """Write the Hugging Face model directory `target`, in float32, from the GGUF file `source`."""
     file = read_gguf(source)
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"{source}: the architecture {_format_value(architecture)} is not supported in GGUF files",
-            hint=f"supported: {', '.join(ARCHITECTURES)}; use the model's safetensors instead",
-        )
-    config = _read_config(file)
-    slots = slots_of(config)
-    _check_tensors(file, slots)
-    vocab_size, max_length = config["vocab_size"], config["max_position_embeddings"]
-    built = build_tokenizer(file.metadata, source=str(source), vocab_size=vocab_size, max_length=max_length)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    header = Header(str(source), file.metadata, shapes, file.array)
+    architecture = find_architecture(header)
+    config = read_config(header, architecture)
+    with invalid_input_errors(f"{source}: the metadata is invalid"):
+        spec = FAMILIES[architecture.family].from_config(config)
+        model = build_skeleton(spec)
+    slots = tensor_slots(model, architecture)
+    _check_tensors(file, slots, architecture)
+    built = build_tokenizer(
+        file.metadata, source=str(source), vocab_size=spec.vocab_size, max_length=spec.max_positions
+    )
+    written = {**FAMILIES[architecture.family].to_config(spec), "dtype": "float32", **built.ids}
+    if "residual_multiplier" in config:  # whet runs a factor other than 1 through transformers
+        written["residual_multiplier"] = config["residual_multiplier"]
     with create_directory_atomically(target) as staging:
-        write_safetensors(staging / "model.safetensors", _read_weights(file, slots))
-        write_json(staging / "config.json", config | built.ids)
+        write_safetensors(staging / "model.safetensors", _read_weights(file, model, slots))
+        write_json(staging / "config.json", written)
         write_json(staging / "generation_config.json", built.ids)
         write_text(staging / "tokenizer.json", built.tokenizer.to_str(pretty=True))
         write_json(staging / "tokenizer_config.json", built.config)
 
 
-def _integer(file: GgufFile, key: str, default: int | None = None) -> int:
-    value = file.metadata.get(key, default)
-    if isinstance(value, list) and value and all(item == value[0] for item in value):
-        value = value[0]  # one entry per layer; a llama model has the same value in every layer
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{file.path}: {key} is {_format_value(value)}, not a positive integer")
-    return value
-
-
-def _number(file: GgufFile, key: str, default: float | None = None) -> float:
-    value = file.metadata.get(key, default)
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{file.path}: {key} is {_format_value(value)}, not a positive number")
-    return float(value)
-
-
-def _format_value(value: object) -> str:
-    return "missing" if value is None else repr(value)[:60]
-
-
-def _read_config(file: GgufFile) -> dict[str, Any]:  # Any: the values of a config.json
-    hidden = _integer(file, "llama.embedding_length")
-    heads = _integer(file, "llama.attention.head_count")
-    kv_heads = _integer(file, "llama.attention.head_count_kv", heads)
-    rotary = _integer(file, "llama.rope.dimension_count", max(hidden // heads, 1))
-    head_dim = _integer(file, "llama.attention.key_length", rotary)
-    if rotary != head_dim or _integer(file, "llama.attention.value_length", head_dim) != head_dim:
-        raise ModelError(
-            f"{file.path}: rotary, key and value sizes differ, but a llama model needs equal ones"
-        )
-    if head_dim % 2 or heads % kv_heads:
-        raise ModelError(
-            f"{file.path}: {heads} heads of size {head_dim} cannot share {kv_heads} key/value heads"
-        )
-    if file.metadata.get("llama.expert_count"):
-        raise ModelError(f"{file.path}: llama models with experts are not supported in GGUF files")
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path}: tensor token_embd.weight is missing")
-    layers = _integer(file, "llama.block_count")
-    if layers > len(file.tensors):
-        raise ModelError(
-            f"{file.path}: the metadata has {layers} layers, but there are only {len(file.tensors)} tensors"
-        )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "float32",
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": _integer(file, "llama.feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": _integer(file, "llama.context_length"),
-        "rms_norm_eps": _number(file, "llama.attention.layer_norm_rms_epsilon"),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        **_read_rope(file, head_dim),
-    }
-
-
-def _read_rope(file: GgufFile, head_dim: int) -> dict[str, object]:
-    """Return the rope settings for config.json, in the current and in the previous layout."""
-    prefix = "llama.rope.scaling."
-    keys = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)}
-    old_key = "llama.rope.scale_linear"
-    factor_key = old_key if old_key in file.metadata and "factor" not in keys else prefix + "factor"
-    kind = file.metadata.get(prefix + "type", "linear" if factor_key in file.metadata else "none")
-    theta = _number(file, "llama.rope.freq_base", 10000.0)
-    scaling: dict[str, object] = {}
-    if kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": _number(file, factor_key)}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _integer(file, prefix + "original_context_length")
-    unknown = keys - {"type", "factor", "original_context_length", "finetuned"}
-    if kind not in ("none", "linear", "yarn") or (scaling and unknown):
-        feature = f"{prefix}{min(unknown)}" if scaling else f"the rope scaling {_format_value(kind)}"
-        raise ModelError(
-            f"{file.path}: {feature} is not supported in GGUF files", hint="use the model's safetensors"
-        )
-    if "rope_freqs.weight" in file.tensors:
-        llama3 = _llama3_scaling(file, theta, head_dim=head_dim)
-        if llama3 and scaling:
-            raise ModelError(f"{file.path}: rope_freqs.weight contradicts {prefix}type={kind}")
-        scaling |= llama3
-    rope = {"rope_theta": theta, "rope_type": "default"} | scaling
-    return {"rope_parameters": rope, "rope_theta": theta, "rope_scaling": rope if scaling else None}
-
-
-def _llama3_scaling(file: GgufFile, theta: float, *, head_dim: int) -> dict[str, object]:
-    """Infer the parameters of Llama 3's rope scaling from the stored frequency divisors."""
-    if file.tensors["rope_freqs.weight"].shape != (head_dim // 2,):
-        raise ModelError(f"{file.path}: tensor rope_freqs.weight does not have {head_dim // 2} values")
-    divisors = file.array("rope_freqs.weight")
-    if bool((divisors == 1).all()):
-        return {}
-    low, high = 1.0, 4.0
-    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    # the original context length is 8192, or it follows from a divisor between 1 and the factor; if there is
-    # no such divisor, any power of two that reproduces the divisors will do
-    largest = float(divisors.max())
-    shares = (1 / divisors - 1 / largest) / (1 - 1 / largest)
-    implied = (wavelengths * (low + shares * (high - low)))[(divisors > 1) & (divisors < largest)]
-    lengths = (8192, *(round(length) for length in implied.tolist()), *(2**power for power in range(24)))
-    for original, factor in itertools.product(lengths, (8.0, 32.0, largest)):
-        unscaled = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # the share that is kept
-        # the tolerance covers the float32 arithmetic of the program that wrote the file
-        if np.allclose(divisors, 1 / ((1 - unscaled) / factor + unscaled), rtol=1e-4, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    raise ModelError(
-        f"{file.path}: tensor rope_freqs.weight is not the rope scaling of a Llama 3 model",
-        hint="use the model's safetensors, whose config.json specifies the scaling",
-    )
-
-
-def _check_tensors(file: GgufFile, slots: Mapping[str, Slot]) -> None:
+def _check_tensors(file: GgufFile, slots: Mapping[str, Slot], architecture: Architecture) -> None:
     for name, slot in slots.items():
         tensor = file.tensors.get(name)
-        if tensor is None and not _zero_when_absent(name):
+        if tensor is None and not _zero_when_absent(name, architecture):
             raise ModelError(f"{file.path}: tensor {name} is missing")
         if tensor is not None and tensor.shape != slot.shape:
             raise ModelError(
                 f"{file.path}: tensor {name} is {list(tensor.shape)}, but the metadata requires "
                 f"{list(slot.shape)}"
             )
-    unknown = sorted(file.tensors.keys() - slots.keys() - {"rope_freqs.weight"})
+    known = slots.keys() | ({ROPE_DIVISORS} if "llama3" in architecture.scalings else set())
+    unknown = sorted(file.tensors.keys() - known)
     if unknown:
         raise ModelError(
-            f"{file.path}: tensor {unknown[0]} is not part of a llama model ({len(unknown)} unknown tensors)",
+            f"{file.path}: tensor {unknown[0]} is not part of a {architecture.family} model "
+            f"({len(unknown)} unknown tensors)",
             hint="this variant is not supported in GGUF files; use the model's safetensors instead",
         )
 
 
-def _zero_when_absent(name: str) -> bool:
+def _zero_when_absent(name: str, architecture: Architecture) -> bool:
     """Return whether a missing tensor is zero.
 
     Models with biases on q, k and v often have none on the output, but Hugging Face's llama needs all four.
     """
-    return name.endswith(".attn_output.bias")
+    return architecture.optional_biases and name.endswith(".attn_output.bias")
 
 
-def _read_weights(file: GgufFile, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
+def _read_weights(file: GgufFile, model: Decoder, slots: Mapping[str, Slot]) -> dict[str, torch.Tensor]:
+    """Return the weights by their Hugging Face names."""
+    tensors = (
+        (name, file.array(name) if name in file.tensors else np.zeros(slot.shape, np.float32))
+        for name, slot in slots.items()
+    )
     weights: dict[str, torch.Tensor] = {}
-    for name, slot in slots.items():
-        if name not in file.tensors:
-            weights[slot.name] = torch.zeros(slot.shape)
-            continue
-        values = file.array(name)
-        if slot.rotary_heads:
-            values = split_rotary_pairs(values, slot.rotary_heads)
-        # a float32 array is still a view of the read-only file, so torch needs a writable copy
-        weights[slot.name] = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+    for name, parameter in restore_parameters(slots, tensors):
+        weights |= {key: part.contiguous() for key, part in model.to_hf_tensors(name, parameter).items()}
     return weights

@@ -5,17 +5,24 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's visible space
+_PHI3_NAMES, _KEEP_SPACES = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 # characters per piece: every way to split a piece in two is tried, which a malicious file could make endless
 _MAX_PIECE = 512
 
 # Contractions, letters with the character before them, digits, punctuation, line ends, spaces.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+# The same, but a word also ends before an uppercase letter that follows a lowercase one.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 )
 
 
@@ -43,19 +50,32 @@ def splits() -> dict[str, PreTokenizerSplit]:
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
-    def words(digits: str) -> pre_tokenizers.PreTokenizer:
-        split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
-        return pre_tokenizers.Sequence([split, bytes_only])
+    def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+        parts = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        return pre_tokenizers.Sequence([parts, bytes_only])
 
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    cased = _CASED_WORDS % ("", "", "")
+    cased_with_contractions = _CASED_WORDS % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}")
     return {
         "default": PreTokenizerSplit(gpt2),
         "gpt-2": PreTokenizerSplit(gpt2),
-        "llama-bpe": PreTokenizerSplit(words("{1,3}"), ignore_merges=True, starts_with_bos=True),
-        "qwen2": PreTokenizerSplit(words(""), normalizer=normalizers.NFC()),
-        "smollm": PreTokenizerSplit(
-            pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-        ),
+        "olmo": PreTokenizerSplit(gpt2, normalizer=normalizers.NFC()),
+        "llama-bpe": PreTokenizerSplit(split(_WORDS % "{1,3}"), ignore_merges=True, starts_with_bos=True),
+        "dbrx": PreTokenizerSplit(split(_WORDS % "{1,3}")),
+        "qwen2": PreTokenizerSplit(split(_WORDS % ""), normalizer=normalizers.NFC()),
+        "deepseek-r1-qwen": PreTokenizerSplit(split(_WORDS % "")),
+        "smollm": PreTokenizerSplit(digits),
+        "refact": PreTokenizerSplit(digits),
+        "starcoder": PreTokenizerSplit(digits),
+        "tekken": PreTokenizerSplit(split(cased), ignore_merges=True),
+        "gpt-4o": PreTokenizerSplit(split(cased_with_contractions)),
     }
+
+
+def is_phi3_name(name: str) -> bool:
+    """Return whether llama.cpp removes the spaces after special tokens of a model of this name."""
+    return any(part in name.lower() for part in _PHI3_NAMES)
 
 
 class _Vocabulary:
@@ -120,18 +140,16 @@ def build_tokenizer(
 ) -> GgufTokenizer:
     """Build the tokenizer that the metadata of the GGUF file `source` describes."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
+    if not isinstance(kind, str) or kind not in builders:
         raise ModelError(
             f"{source}: the tokenizer {kind!r} is not supported" if kind else f"{source} has no tokenizer",
-            hint="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
+            hint="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE), t5 (Unigram)",
         )
     vocabulary = _Vocabulary(metadata, source, vocab_size)
-    try:
-        return _build(vocabulary, _byte_level if kind == "gpt2" else _sentencepiece, max_length=max_length)
-    except ModelError:
-        raise
-    except Exception as error:  # the tokenizers package raises plain Exceptions
-        raise vocabulary.error(str(error)) from error
+    # the tokenizers package raises plain Exceptions, and Rust panics
+    with invalid_input_errors(f"{source}: the tokenizer cannot be read"):
+        return _build(vocabulary, builders[kind], max_length=max_length)
 
 
 def _build(
@@ -226,6 +244,35 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     return tokenizer, True
 
 
+def _unigram(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
+    scores = vocabulary.numbers("scores")
+    if len(scores) != vocabulary.rows:
+        raise vocabulary.error(f"there are {vocabulary.rows} tokens, but {len(scores)} scores")
+    unknown = vocabulary.special_id("unknown")
+    if unknown is None and UNKNOWN in vocabulary.types:
+        unknown = vocabulary.types.index(UNKNOWN)
+    vocabulary.by_text(vocabulary.tokens)  # raises if a token appears twice
+    tokenizer = Tokenizer(
+        models.Unigram(list(zip(vocabulary.tokens, map(float, scores), strict=False)), unknown, False)
+    )
+    steps: list[normalizers.Normalizer] = []
+    if charsmap := vocabulary.get("precompiled_charsmap"):
+        assert isinstance(charsmap, list | bytes)
+        steps.append(normalizers.Precompiled(bytes(value % 256 for value in charsmap)))
+    # as in llama.cpp, which adds a space also to a text that starts with one
+    merges_spaces = vocabulary.flag("remove_extra_whitespaces", default=False)
+    if merges_spaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    has_prefix = merges_spaces or vocabulary.flag("add_space_prefix", default=True)
+    if has_prefix:
+        steps.append(normalizers.Prepend(" "))
+    if steps:
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "never")
+    tokenizer.decoder = decoders.Metaspace(SPACE, "always" if has_prefix else "never")
+    return tokenizer, False
+
+
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return every split of every piece as a merge, the highest score first.
 
@@ -254,13 +301,15 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, *, named: set[int
     """Add control and user-defined tokens, which are matched before the text is split."""
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
+    removes_spaces = is_phi3_name(str(vocabulary.metadata.get("general.name")))
     for index, kind in enumerate(vocabulary.types):
         is_special = kind in (CONTROL, UNKNOWN) or index in named
         if is_special or kind == USER_DEFINED:
             text = tokenizer.id_to_token(index)
             if not text:
                 raise vocabulary.error(f"the special token {index} has no text")
-            token = AddedToken(text, special=is_special, normalized=False)
+            strips = removes_spaces and text not in _KEEP_SPACES
+            token = AddedToken(text, special=is_special, normalized=False, rstrip=strips)
             (special if is_special else plain).append(token)
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

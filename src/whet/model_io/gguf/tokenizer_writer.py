@@ -1,7 +1,9 @@
 """Convert a Hugging Face tokenizer to the metadata of a GGUF file, the inverse of tokenizer_reader."""
 
+import base64
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping
 from typing import Any  # everywhere below: a transformers tokenizer, or the JSON that describes one
 
@@ -17,12 +19,14 @@ from whet.model_io.gguf.tokenizer_reader import (
     UNUSED,
     USER_DEFINED,
     build_tokenizer,
+    is_phi3_name,
     splits,
 )
 
 log = logging.getLogger("whet")
 
 _PREFIX = "tokenizer.ggml."
+_APPROXIMATE = ("tekken", "gpt-4o")  # llama.cpp has other patterns for these
 # Texts on which tokenizers often differ: spaces, lines, digits, accents, emoji, bytes, contractions.
 _DIFFICULT_TEXTS = (
     "",
@@ -40,18 +44,19 @@ _DIFFICULT_TEXTS = (
 
 
 def tokenizer_metadata(
-    tokenizer: Any, *, vocab_size: int, end_tokens: Collection[int] = ()
+    tokenizer: Any, *, vocab_size: int, end_tokens: Collection[int] = (), name: str = ""
 ) -> dict[str, object]:
     """Return the GGUF metadata of a tokenizer, and check that a tokenizer rebuilt from it gives the same ids.
 
-    `vocab_size` is the number of rows of the embedding. Rows without a token get an unused token.
+    `vocab_size` is the number of rows of the embedding. Rows without a token get an unused token. `name` is
+    that of the model, which llama.cpp's tokenization depends on.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise ModelError("GGUF requires a byte-pair tokenizer, but this one has no tokenizer.json")
+        raise ModelError("GGUF requires a BPE or Unigram tokenizer, but this one has no tokenizer.json")
     tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
-    if tokenizer_json["model"]["type"] != "BPE":
+    if tokenizer_json["model"]["type"] not in ("BPE", "Unigram"):
         raise ModelError(
-            f"GGUF requires a byte-pair tokenizer, but this one is {tokenizer_json['model']['type']}"
+            f"GGUF requires a BPE or Unigram tokenizer, but this one is {tokenizer_json['model']['type']}"
         )
     tokens, types = _tokens_and_types(tokenizer_json, vocab_size)
     common: dict[str, object] = {
@@ -60,7 +65,13 @@ def tokenizer_metadata(
         **_special_ids(tokenizer, end_tokens),
         **_bos_and_eos_flags(tokenizer),
     }
-    if _has_type(tokenizer_json["pre_tokenizer"], "ByteLevel"):
+    if tokenizer_json["model"]["type"] == "Unigram":
+        unigram = _unigram(tokenizer_json, len(tokens)) | common
+        candidates = [
+            unigram | {"add_space_prefix": prefix, "remove_extra_whitespaces": merges}
+            for prefix, merges in ((True, True), (True, False), (False, False))
+        ]
+    elif _has_type(tokenizer_json["pre_tokenizer"], "ByteLevel"):
         candidates = [_byte_level(tokenizer_json) | common]
     else:
         candidates = [
@@ -70,6 +81,7 @@ def tokenizer_metadata(
     reasons = []
     for candidate in candidates:
         metadata = {f"{_PREFIX}{key}": value for key, value in candidate.items()}
+        metadata["general.name"] = _model_name(name, tokenizer_json)
         template = tokenizer.chat_template
         template = template.get("default") if isinstance(template, dict) else template
         if template:
@@ -87,8 +99,12 @@ def tokenizer_metadata(
 def _tokens_and_types(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """Return the texts and the types of all tokens, by id."""
     model = tokenizer_json["model"]
-    by_id = {index: (text, NORMAL) for text, index in model["vocab"].items()}
-    if model.get("byte_fallback"):
+    is_unigram = model["type"] == "Unigram"
+    texts = {text: index for index, (text, _) in enumerate(model["vocab"])} if is_unigram else model["vocab"]
+    by_id = {index: (text, NORMAL) for text, index in texts.items()}
+    if is_unigram and model["unk_id"] is not None:
+        by_id[model["unk_id"]] = (by_id[model["unk_id"]][0], UNKNOWN)
+    elif model.get("byte_fallback"):
         for byte in range(256):
             if (index := model["vocab"].get(f"<0x{byte:02X}>")) is not None:
                 by_id[index] = (by_id[index][0], BYTE)
@@ -96,12 +112,15 @@ def _tokens_and_types(tokenizer_json: Mapping[str, Any], vocab_size: int) -> tup
     for token in tokenizer_json["added_tokens"]:
         text = token["content"]
         if token["special"]:
-            is_unknown = not byte_level and text == model.get("unk_token")
+            unknown = model.get("unk_id") == token["id"] if is_unigram else text == model.get("unk_token")
+            is_unknown = not byte_level and unknown
             by_id[token["id"]] = (text, UNKNOWN if is_unknown else CONTROL)
         else:
             by_id[token["id"]] = (text if byte_level else text.replace(" ", SPACE), USER_DEFINED)
     if (last := max(by_id)) >= vocab_size:
         raise ModelError(f"the tokenizer has a token {last}, but the embedding has only {vocab_size} rows")
+    if (with_null := next((index for index, (text, _) in by_id.items() if "\0" in text), None)) is not None:
+        raise ModelError(f"token {with_null} contains a null character, which llama.cpp cannot read")
     entries = [by_id.get(index, (f"[UNUSED{index}]", UNUSED)) for index in range(vocab_size)]
     return [text for text, _ in entries], [kind for _, kind in entries]
 
@@ -152,6 +171,12 @@ def _split_name(tokenizer_json: Mapping[str, Any], *, any_split: bool) -> str:
         if split.normalizer is not None:
             candidate.normalizer = split.normalizer
         if name != "default" and _split_settings(json.loads(candidate.to_str())) == target:
+            if name in _APPROXIMATE:
+                log.warning(
+                    "llama.cpp splits some words with non-ASCII letters, and some emoji, differently from a "
+                    "%s tokenizer",
+                    name,
+                )
             return name
     if any_split and tokenizer_json["normalizer"] is None:
         return "gpt-2"  # without merges, it does not matter where words end
@@ -167,9 +192,15 @@ def _split_settings(tokenizer_json: Mapping[str, Any]) -> object:
         tokenizer_json["pre_tokenizer"],
         bool(tokenizer_json["model"].get("ignore_merges")),
     )
-    return json.loads(
-        json.dumps(parts), object_hook=lambda node: {k: node[k] for k in node if k != "trim_offsets"}
-    )
+    return json.loads(json.dumps(parts), object_hook=_canonical_step)
+
+
+def _canonical_step(step: dict[str, Any]) -> dict[str, Any]:
+    """Return a step of a tokenizer.json in which equivalent settings are equal."""
+    if step.get("type") == "Split" and step.get("behavior") == "Removed" and step.get("invert"):
+        # keeping only the matches is the same as splitting at them, because these patterns match everything
+        step = step | {"behavior": "Isolated", "invert": False}
+    return {key: value for key, value in step.items() if key != "trim_offsets"}
 
 
 def _sentencepiece(tokenizer_json: Mapping[str, Any], tokens: list[str]) -> dict[str, object]:
@@ -182,6 +213,33 @@ def _sentencepiece(tokenizer_json: Mapping[str, Any], tokens: list[str]) -> dict
     return {"model": "llama", "scores": scores}
 
 
+def _unigram(tokenizer_json: Mapping[str, Any], rows: int) -> dict[str, object]:
+    model = tokenizer_json["model"]
+    if model.get("byte_fallback"):
+        raise ModelError(
+            "GGUF cannot represent this tokenizer: llama.cpp's Unigram has no tokens for single bytes",
+            hint="export a Hugging Face directory instead (--to hf)",
+        )
+    scores = [float(score) for _, score in model["vocab"]]
+    fields: dict[str, object] = {"model": "t5", "scores": scores + [0.0] * (rows - len(scores))}
+    normalizer = tokenizer_json["normalizer"] or {}
+    for step in [normalizer, *normalizer.get("normalizers", [])]:
+        if step.get("type") == "Precompiled":
+            fields["precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+    return fields
+
+
+def _model_name(name: str, tokenizer_json: Mapping[str, Any]) -> str:
+    """Return a name of the model with which llama.cpp handles the spaces after its special tokens.
+
+    It removes them if the name contains phi-3, and then also requires some tokens of that model.
+    """
+    removes_spaces = any(token["rstrip"] for token in tokenizer_json["added_tokens"])
+    if removes_spaces:
+        return name if is_phi3_name(name) else f"{name} (Phi-3)"
+    return re.sub("phi-?3", "phi_3", name, flags=re.IGNORECASE)
+
+
 def _has_type(part: object, kind: str) -> bool:
     return f'"type": "{kind}"' in json.dumps(part)
 
@@ -191,12 +249,13 @@ def _difference(
 ) -> str | None:
     """Return how the tokenizer rebuilt from the metadata differs from the original, or None."""
     rebuilt = build_tokenizer(metadata, source="the new file", vocab_size=vocab_size, max_length=1).tokenizer
-    rebuilt_merges = json.loads(rebuilt.to_str())["model"]["merges"]
-    if {tuple(merge) for merge in rebuilt_merges} != {
-        tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        for merge in tokenizer_json["model"]["merges"]
-    }:
-        return "its merges cannot be expressed as scores"
+    if tokenizer_json["model"]["type"] == "BPE":
+        rebuilt_merges = json.loads(rebuilt.to_str())["model"]["merges"]
+        if {tuple(merge) for merge in rebuilt_merges} != {
+            tuple(merge.split(" ") if isinstance(merge, str) else merge)
+            for merge in tokenizer_json["model"]["merges"]
+        }:
+            return "its merges cannot be expressed as scores"
     specials = [token["content"] for token in tokenizer_json["added_tokens"]][:64]
     for text in (*_DIFFICULT_TEXTS, "x".join(specials), " ".join(specials) + " end"):
         ours, theirs = tokenizer(text)["input_ids"], rebuilt.encode(text).ids
