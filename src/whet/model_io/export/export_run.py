@@ -82,7 +82,8 @@ def check_layout(to: str, **options: object) -> None:
         flag, layout = _LAYOUT_OPTIONS[name]
         if value is not None and to != layout:
             raise ConfigError(
-                f"{flag} only applies to --to {layout}, not to --to {to}", hint=f"in Python it is called {name}"
+                f"{flag} only applies to --to {layout}, not to --to {to}",
+                hint=f"in Python it is called {name}",
             )
 
 
