@@ -253,6 +253,7 @@ def benchmark(
     from whet.evaluation.benchmarks import TaskSettings, load_tasks, run_tasks
     from whet.evaluation.task_result import append_result, read_results
     from whet.model_io.load import load
+    from whet.runs.model_card import refresh_final_card
 
     settings = TaskSettings(limit, shots, chat)
     directory = _run_of(model)
@@ -275,6 +276,8 @@ def benchmark(
         if not is_new:
             log.info("%s: stored result of %s", result.task, result.date)
         results.append(final)
+    if directory is not None:
+        refresh_final_card(directory)
     return results
 
 
@@ -327,8 +330,11 @@ def export(
     """
     from whet.errors import RunError
     from whet.model_io.export.export_run import export_run
+    from whet.runs.model_card import write_export_card
 
     exported = export_run(run, to, output, gguf_type=gguf_type, dtype=dtype, tolerance=tolerance)
+    if exported.path.is_dir():
+        write_export_card(run, exported.path)
     for line in (*exported.remarks, *exported.advice):
         log.info("%s", line)
     for result in exported.check() if check else []:

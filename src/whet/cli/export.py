@@ -46,6 +46,7 @@ def command(
     """Export to transformers, PEFT, mlx-lm or llama.cpp."""
     from whet.cli.console import set_up_logging
     from whet.model_io.export.export_run import export_run
+    from whet.runs.model_card import write_export_card
 
     set_up_logging()
     exported = export_run(
@@ -56,6 +57,8 @@ def command(
         dtype=dtype and dtype.value,
         tolerance=tolerance,
     )
+    if exported.path.is_dir():
+        write_export_card(run, exported.path)
     print(*exported.remarks, exported.path, *exported.advice, sep="\n")
     if check:
         results = exported.check()

@@ -41,6 +41,7 @@ _HUB_TIMEOUT_S = 2.5
 _PIP_TIMEOUT_S = 1800
 # Never *.bin, *.pt or *.py: pickles and third-party code are not even downloaded.
 _ALLOWED_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_ALLOWED_PATTERNS += ["README.md"]  # its license belongs in the cards of fine-tuned models
 # subdirectories with other formats, and second copies of the weights
 _IGNORED_PATTERNS = ["*/*", "consolidated*"]
 
