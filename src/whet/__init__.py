@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from whet.api import benchmark as benchmark
     from whet.api import evaluate as evaluate
     from whet.api import export as export
+    from whet.api import push as push
     from whet.api import resume as resume
     from whet.api import train as train
     from whet.config.run_config import RunConfig as RunConfig
@@ -77,7 +78,7 @@ _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora",),
     "adapters.merge": ("merge",),
-    "api": ("benchmark", "evaluate", "export", "resume", "train"),
+    "api": ("benchmark", "evaluate", "export", "push", "resume", "train"),
     "config.run_config": ("RunConfig",),
     "errors": ("WhetError",),
     "generation.beam_search": ("beam_search",),

@@ -1,4 +1,4 @@
-"""The top-level functions of whet: train, resume, evaluate, benchmark and export."""
+"""The top-level functions of whet: train, resume, evaluate, benchmark, export and push."""
 
 import contextlib
 import logging
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
     from whet.rl.rewards.answer_checks import AnswerCheck
+    from whet.runs.push import Push
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
@@ -342,6 +343,40 @@ def export(
             raise RunError(f"{exported.path}: {result}")
         log.info("%s", result)
     return exported.path
+
+
+def push(
+    run: str | Path,
+    repository: str,
+    *,
+    what: str | Path = "final",
+    private: bool = False,
+    dry_run: bool = False,
+    base_model: str | None = None,
+) -> "Push":
+    """Upload the final model of a run, or one of its exports, to the Hugging Face hub in one commit.
+
+    Only the files of a model are uploaded: never checkpoints, data, links or paths of this machine.
+
+    Args:
+        run: A run, or a directory or GGUF file with a model.
+        repository: The repository on the hub, "owner/name". It is created if it does not exist.
+        what: "final", or the path of an export, absolute or in the run directory ("export/hf").
+        private: Create a private repository, and refuse to upload to an existing public one.
+        dry_run: Upload nothing, and do not use the network.
+        base_model: For an adapter of a local base model: the base model's repository on the hub.
+
+    Returns:
+        The files with their sizes, and the address of the commit (None with `dry_run`).
+
+    Raises:
+        WhetError: The folder contains something that is not part of a model, or the upload failed.
+    """
+    from whet.runs.push import plan_push
+    from whet.runs.push import push as upload
+
+    plan = plan_push(run, repository, what=what, base_model=base_model)
+    return plan if dry_run else upload(plan, private=private)
 
 
 def _run_of(model: object) -> Path | None:
