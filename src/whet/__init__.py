@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from whet.adapters.attach import attach_lora as attach_lora
     from whet.adapters.merge import merge as merge
     from whet.api import benchmark as benchmark
+    from whet.api import compare_models as compare_models
     from whet.api import evaluate as evaluate
     from whet.api import export as export
     from whet.api import push as push
@@ -78,7 +79,7 @@ _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora",),
     "adapters.merge": ("merge",),
-    "api": ("benchmark", "evaluate", "export", "push", "resume", "train"),
+    "api": ("benchmark", "compare_models", "evaluate", "export", "push", "resume", "train"),
     "config.run_config": ("RunConfig",),
     "errors": ("WhetError",),
     "generation.beam_search": ("beam_search",),

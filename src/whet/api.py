@@ -1,10 +1,10 @@
-"""The top-level functions of whet: train, resume, evaluate, benchmark, export and push."""
+"""The top-level functions of whet: train, resume, evaluate, benchmark, compare models, export and push."""
 
 import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from whet.recipes.classify.classifier import Classifier
     from whet.rl.rewards.answer_checks import AnswerCheck
     from whet.runs.push import Push
+    from whet.studies.compare_models import ModelComparison
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
@@ -280,6 +281,77 @@ def benchmark(
     if directory is not None:
         refresh_final_card(directory)
     return results
+
+
+def compare_models(
+    models: Sequence[str | Path],
+    data: "SourceSpec | Path | None" = None,
+    *,
+    tasks: Iterable[str] = (),
+    generate: bool = True,
+    checks: Iterable[str] = (),
+    samples: int = 3,
+    max_tokens: int = 256,
+    max_length: int = 2048,
+    too_long: "TooLong" = "truncate",
+    supervise: "Supervise" = "assistant",
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> "ModelComparison":
+    """Evaluate several models on the same records or tasks, and compare them with the first one.
+
+    Differences are paired by record or item. The results of runs are stored in their directories, and are not
+    computed again.
+
+    Args:
+        models: Names or directories of models, GGUF files, exports or runs. The first one is the baseline.
+        data: Records, as in `evaluate`. Give either records or tasks.
+        tasks: Benchmark tasks, as in `benchmark`.
+        generate: With records, also generate responses, for exact match, checks and samples.
+        checks: With records, checks of the responses, as in `evaluate`.
+        samples: With records, the number of prompts to return with the response of each model.
+        max_tokens: With records, the maximum number of tokens per generated response.
+        max_length: With records, the maximum length of an example, in tokens.
+        too_long: With records, how to treat longer examples, as in data.too_long.
+        supervise: With records, the tokens that count for the loss, as in data.supervise.
+        limit: With tasks, the number of items per task.
+        shots: With tasks, the number of examples in each prompt.
+        chat: With tasks, render prompts with the chat template.
+        progress: Called with what is computed, the finished number of requests, and their total.
+
+    Returns:
+        For each metric the values of the models with standard errors, the difference of each to the first
+        with a 95% interval and p-values, and the samples.
+
+    Raises:
+        WhetError: A model, the data or a task is invalid.
+    """
+    from whet.errors import ConfigError, check_positive
+    from whet.rl.rewards.answer_checks import parse_checks
+    from whet.studies.compare_models import RecordSettings, check_models, compare_on_records, compare_results
+
+    names, task_names = check_models(models), list(tasks)
+    if (data is None) == (not task_names):
+        raise ConfigError("give either data or tasks to compare the models on")
+    if data is None:
+        settings = {"limit": limit, "shots": shots, "chat": chat, "progress": progress}
+        results = [benchmark(model, task_names, **settings) for model in models]  # type: ignore[arg-type]  # mixed
+        return compare_results(names, results)
+    check_positive(max_tokens=max_tokens)
+    if max_length < 2:
+        raise ConfigError(f"max_length must be at least 2, not {max_length}")
+    parsed = parse_checks(list(checks))
+    if parsed and not generate:
+        raise ConfigError(
+            "checks need generated responses", hint="set generate=True, or leave out the checks"
+        )
+    record_settings = RecordSettings(
+        generate, parsed, samples, max_tokens, max_length, too_long=too_long, supervise=supervise
+    )
+    spec = str(data) if isinstance(data, Path) else data
+    return compare_on_records(models, spec, record_settings, progress=progress)
 
 
 def _with_contamination(

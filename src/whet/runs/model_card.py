@@ -238,19 +238,26 @@ def _evaluations(
     test = summary.get("test")
     if isinstance(test, dict) and (metrics := _numbers(test)):
         yield Evaluation("test split", metrics, _hub_dataset(data.get("test")))
-    yield from _benchmarks(run)
+    yield from _benchmarks(run, step=_saved_step(config, summary))
 
 
 def _evaluation_row(
     run: Path, config: Mapping[str, Any], summary: Mapping[str, Any], step: int | None
 ) -> dict[str, Any]:
-    """Return the last evaluation of the saved weights; early stopping restores those of the best step."""
-    best = summary.get("best")
-    if step is None and (config.get("eval") or {}).get("early_stop") and isinstance(best, dict):
-        step = best.get("step")
+    """Return the last evaluation of the saved weights."""
+    if step is None and (config.get("eval") or {}).get("early_stop"):
+        step = _saved_step(config, summary)
     rows = [row for row in map(parse_row, split_rows(read_rows_text(run / METRICS_FILE))) if "eval_s" in row]
     rows = [row for row in rows if step is None or row.get("step") == step]
     return rows[-1] if rows else {}
+
+
+def _saved_step(config: Mapping[str, Any], summary: Mapping[str, Any]) -> int | None:
+    """Return the step of the saved weights: the last one; early stopping restores those of the best one."""
+    best = summary.get("best")
+    is_restored = bool((config.get("eval") or {}).get("early_stop")) and isinstance(best, dict)
+    step = best.get("step") if is_restored and isinstance(best, dict) else summary.get("steps")
+    return step if isinstance(step, int) else None
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
@@ -263,12 +270,13 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
     }
 
 
-def _benchmarks(run: Path) -> Iterator[Evaluation]:
-    """Yield the latest result of each benchmark task and setting."""
+def _benchmarks(run: Path, *, step: int | None) -> Iterator[Evaluation]:
+    """Yield the latest results of each task and setting, of the final weights."""
     latest: dict[str, dict[str, Any]] = {}
     for row in map(parse_row, split_rows(read_rows_text(run / EVALUATIONS_FILE))):
-        if isinstance(row.get("task"), str) and isinstance(row.get("scores"), dict):
-            latest[_task_title(row)] = row["scores"]
+        is_final = row.get("step") in (None, step)
+        if is_final and isinstance(row.get("task"), str) and isinstance(row.get("scores"), dict):
+            latest.setdefault(_task_title(row), {}).update(row["scores"])
     for title, scores in latest.items():
         metrics = {
             name: (float(score["value"]), score.get("stderr"))
