@@ -189,7 +189,7 @@ def test_quantized_file_is_compared(run, tiny_directory, texts, tmp_path, monkey
 
 def test_results_of_runs_are_stored_and_reused(run, tiny_directory, questions, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("evaluations.jsonl"))
     first = whet.compare_models([tiny_directory, copy], questions, max_tokens=3)
     count = len(read_results(copy))
     assert count == 3, "per token, per byte, and answers"
@@ -229,8 +229,10 @@ def test_samples_show_every_answer(run, tiny_directory, questions, tmp_path, in_
     for index, directory in enumerate((tiny_directory, whet.export(run, output=tmp_path / "merged"))):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         for sample in comparison.samples:
-            prompt = tokenizer(sample.prompt, return_tensors="pt")
-            tokens = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, len(sample.prompt) :]
+            chat = f"<|user|>{sample.prompt}<|end|><|assistant|>"  # the chat template
+            prompt = tokenizer(chat, return_tensors="pt")
+            output = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+            tokens = output[0, prompt["input_ids"].shape[1] :]
             assert sample.answers[index] == tokenizer.decode(tokens, skip_special_tokens=True).strip()
     text = models_text(comparison)
     assert all(name in text for name in ("sample 2", "expected", "tiny", "95% interval", "p (Holm)", "±"))
