@@ -5,6 +5,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import whet
+from test_docs import ROOT, fences
 from tiny import run_config, write_tiny_model
 from whet.cli.app import app
 from whet.errors import ConfigError, DataError, WhetError
 from whet.evaluation.record_scores import ratio_scores
-from whet.evaluation.task_result import read_results
+from whet.evaluation.task_result import Score, TaskResult, read_results
 from whet.reporting.compare.models_page import models_page
 from whet.reporting.compare.models_text import models_text
 from whet.studies import compare_models
@@ -239,6 +241,20 @@ def test_samples_show_every_answer(run, tiny_directory, questions, tmp_path, in_
     page = models_page(comparison)
     assert page == models_page(comparison)
     assert "<script" not in page
+
+
+def test_table_in_the_docs_is_what_is_printed():
+    """20 items, of which the models solve the first 12, 18 and 17."""
+    ids = [str(number) for number in range(20)]
+    results = []
+    for solved in (12, 18, 17):
+        values = np.array([1.0] * solved + [0.0] * (20 - solved))
+        score = Score(values.mean(), values.std(ddof=1) / math.sqrt(20))
+        result = TaskResult("k", "test.jsonl", "1", 0, 20, None, False, {"exact_match": score})
+        results.append([replace(result, item_ids=ids, item_scores={"exact_match": values.tolist()})])
+    text = models_text(compare_models.compare_results(["base", "house", "house-q8_0"], results))
+    [block] = [fence for fence in fences(ROOT / "docs" / "evaluate.md") if "house-q8_0  0.85" in fence.text]
+    assert text.partition("\n\n")[0] == block.text.rstrip("\n")
 
 
 # --- the command

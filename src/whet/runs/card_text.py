@@ -219,7 +219,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "MODEL"  # a directory, or a repository on the hub
 tokenizer = AutoTokenizer.from_pretrained(name)
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), name)
+base = AutoModelForCausalLM.from_pretrained("BASE")
+model = PeftModel.from_pretrained(base, name)
 """
 _CHAT_INPUTS = """
 messages = [{"role": "user", "content": "What is a whetstone?"}]
