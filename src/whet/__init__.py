@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from whet.adapters.attach import attach_lora as attach_lora
     from whet.adapters.merge import merge as merge
     from whet.api import benchmark as benchmark
+    from whet.api import compare_models as compare_models
     from whet.api import evaluate as evaluate
     from whet.api import export as export
+    from whet.api import push as push
     from whet.api import resume as resume
     from whet.api import train as train
     from whet.config.run_config import RunConfig as RunConfig
@@ -79,7 +81,7 @@ _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora",),
     "adapters.merge": ("merge",),
-    "api": ("benchmark", "evaluate", "export", "resume", "train"),
+    "api": ("benchmark", "compare_models", "evaluate", "export", "push", "resume", "train"),
     "config.run_config": ("RunConfig",),
     "data.clean.clean_data": ("clean_data",),
     "data.clean.clean_report": ("CleanReport",),

@@ -1,10 +1,10 @@
-"""The top-level functions of whet: train, resume, evaluate, benchmark and export."""
+"""The top-level functions of whet: train, resume, evaluate, benchmark, compare models, export and push."""
 
 import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
     from whet.rl.rewards.answer_checks import AnswerCheck
+    from whet.runs.push import Push
+    from whet.studies.compare_models import ModelComparison
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
@@ -254,6 +256,7 @@ def benchmark(
     from whet.evaluation.benchmarks import TaskSettings, load_tasks, run_tasks
     from whet.evaluation.task_result import append_result, read_results
     from whet.model_io.load import load
+    from whet.runs.model_card import refresh_final_card
 
     settings = TaskSettings(limit, shots, chat)
     directory = _run_of(model)
@@ -276,7 +279,80 @@ def benchmark(
         if not is_new:
             log.info("%s: stored result of %s", result.task, result.date)
         results.append(final)
+    if directory is not None:
+        refresh_final_card(directory)
     return results
+
+
+def compare_models(
+    models: Sequence[str | Path],
+    data: "SourceSpec | Path | None" = None,
+    *,
+    tasks: Iterable[str] = (),
+    generate: bool = True,
+    checks: Iterable[str] = (),
+    samples: int = 3,
+    max_tokens: int = 256,
+    max_length: int = 2048,
+    too_long: "TooLong" = "truncate",
+    supervise: "Supervise" = "assistant",
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> "ModelComparison":
+    """Evaluate several models on the same records or tasks, and compare them with the first one.
+
+    Differences are paired by record or item. The results of runs are stored in their directories, and are not
+    computed again.
+
+    Args:
+        models: Names or directories of models, GGUF files, exports or runs. The first one is the baseline.
+        data: Records, as in `evaluate`. Give either records or tasks.
+        tasks: Benchmark tasks, as in `benchmark`.
+        generate: With records, also generate responses, for exact match, checks and samples.
+        checks: With records, checks of the responses, as in `evaluate`.
+        samples: With records, the number of prompts to return with the response of each model.
+        max_tokens: With records, the maximum number of tokens per generated response.
+        max_length: With records, the maximum length of an example, in tokens.
+        too_long: With records, how to treat longer examples, as in data.too_long.
+        supervise: With records, the tokens that count for the loss, as in data.supervise.
+        limit: With tasks, the number of items per task.
+        shots: With tasks, the number of examples in each prompt.
+        chat: With tasks, render prompts with the chat template.
+        progress: Called with what is computed, the finished number of requests, and their total.
+
+    Returns:
+        For each metric the values of the models with standard errors, the difference of each to the first
+        with a 95% interval and p-values, and the samples.
+
+    Raises:
+        WhetError: A model, the data or a task is invalid.
+    """
+    from whet.errors import ConfigError, check_positive
+    from whet.rl.rewards.answer_checks import parse_checks
+    from whet.studies.compare_models import RecordSettings, check_models, compare_on_records, compare_results
+
+    names, task_names = check_models(models), list(tasks)
+    if (data is None) == (not task_names):
+        raise ConfigError("give either data or tasks to compare the models on")
+    if data is None:
+        settings = {"limit": limit, "shots": shots, "chat": chat, "progress": progress}
+        results = [benchmark(model, task_names, **settings) for model in models]  # type: ignore[arg-type]  # mixed
+        return compare_results(names, results)
+    check_positive(max_tokens=max_tokens)
+    if max_length < 2:
+        raise ConfigError(f"max_length must be at least 2, not {max_length}")
+    parsed = parse_checks(list(checks))
+    if parsed and not generate:
+        raise ConfigError(
+            "checks need generated responses", hint="set generate=True, or leave out the checks"
+        )
+    record_settings = RecordSettings(
+        generate, parsed, samples, max_tokens, max_length, too_long=too_long, supervise=supervise
+    )
+    spec = str(data) if isinstance(data, Path) else data
+    return compare_on_records(models, spec, record_settings, progress=progress)
 
 
 def _with_contamination(
@@ -347,7 +423,7 @@ def export(
     """
     from whet.errors import RunError
     from whet.evaluation.quantized_export import QuantizationOptions
-    from whet.evaluation.quantized_export import export as export_as_asked
+    from whet.runs.export import export as export_with_card
 
     options = QuantizationOptions(
         quantize,
@@ -357,7 +433,7 @@ def export(
         max_kl=max_kl,
         max_perplexity_increase=max_perplexity_increase,
     )
-    exported = export_as_asked(
+    exported = export_with_card(
         run,
         to,
         output,
@@ -375,6 +451,40 @@ def export(
             raise RunError(f"{exported.path}: {result}")
         log.info("%s", result)
     return exported.path
+
+
+def push(
+    run: str | Path,
+    repository: str,
+    *,
+    what: str | Path = "final",
+    private: bool = False,
+    dry_run: bool = False,
+    base_model: str | None = None,
+) -> "Push":
+    """Upload the final model of a run, or one of its exports, to the Hugging Face hub in one commit.
+
+    Only the files of a model are uploaded: never checkpoints, data, links or paths of this machine.
+
+    Args:
+        run: A run, or a directory or GGUF file with a model.
+        repository: The repository on the hub, "owner/name". It is created if it does not exist.
+        what: "final", or the path of an export, absolute or in the run directory ("export/hf").
+        private: Create a private repository, and refuse to upload to an existing public one.
+        dry_run: Upload nothing, and do not use the network.
+        base_model: For an adapter of a local base model: the base model's repository on the hub.
+
+    Returns:
+        The files with their sizes, and the address of the commit (None with `dry_run`).
+
+    Raises:
+        WhetError: The folder contains something that is not part of a model, or the upload failed.
+    """
+    from whet.runs.push import plan_push
+    from whet.runs.push import push as upload
+
+    plan = plan_push(run, repository, what=what, base_model=base_model)
+    return plan if dry_run else upload(plan, private=private)
 
 
 def _run_of(model: object) -> Path | None:

@@ -28,6 +28,7 @@ REPORT_PAGE = "report.html"
 CHECKPOINTS_DIRECTORY = "checkpoints"
 STATE_FILE = "state.json"  # in a checkpoint
 FINAL_DIRECTORY = "final"  # the trained model or adapter
+CARD_FILE = "README.md"  # the model card, in final/ and in exports
 TOKENIZER_DIRECTORY = "tokenizer"  # a tokenizer trained for this run
 BASE_DIRECTORY = "base"  # base weights of the adapter, if they exist nowhere else
 

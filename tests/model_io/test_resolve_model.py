@@ -162,12 +162,13 @@ def test_hub_is_queried_next_and_only_safe_files_are_downloaded(sources: FakeSou
             "model.safetensors.index.json",
             "tokenizer.json",
         ),
-        *("tokenizer.model", "merges.txt", "chat_template.jinja", "pytorch_model.bin", "model.pt", "x.pkl"),
-        *("modeling_x.py", "onnx/model.onnx", "onnx/config.json", "original/params.json", "README.md"),
+        *("tokenizer.model", "merges.txt", "chat_template.jinja", "README.md"),
+        *("pytorch_model.bin", "model.pt", "x.pkl"),
+        *("modeling_x.py", "onnx/model.onnx", "onnx/config.json", "original/params.json"),
         *("consolidated.safetensors", "training_args.bin", "model.gguf"),
     ]
     patterns = {key: sources.options_used[key] for key in ("allow_patterns", "ignore_patterns")}
-    assert list(filter_repo_objects(offered, **patterns)) == offered[:7]
+    assert list(filter_repo_objects(offered, **patterns)) == offered[:8]
 
 
 def test_cached_hub_snapshot_is_used_without_a_request(sources: FakeSources) -> None:

@@ -178,6 +178,7 @@ def test_finished_run_writes_all_files(arm, optimizer, tmp_path):
     result = whet.train(config(tmp_path, model=model, optim={"name": optimizer}))
     final = result.directory / "final"
     assert sorted(path.name for path in final.iterdir()) == [
+        "README.md",
         "arch.json",
         "checkpoint.tkp1",
         "model.safetensors",

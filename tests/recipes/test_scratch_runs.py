@@ -80,8 +80,13 @@ def test_seed_determines_initial_weights_and_resume_keeps_the_tokenizer(tmp_path
             return StopRun("enough", unfinished=True) if step == 2 else None
 
     model = {"tokenizer": "bpe:300", "pattern": "wl", "window": 16}
-    uninterrupted = whet.train(scratch_config(tmp_path, model, run={"name": "whole"}))
-    stopped = whet.train(scratch_config(tmp_path, model, run={"name": "stopped"}), [StopAtTwo()])
+    directories = {"uninterrupted": f"{tmp_path}/runs", "stopped": f"{tmp_path}/stopped"}
+    configs = {
+        name: scratch_config(tmp_path, model, run={"name": "run", "dir": directory})
+        for name, directory in directories.items()
+    }
+    uninterrupted = whet.train(configs["uninterrupted"])
+    stopped = whet.train(configs["stopped"], [StopAtTwo()])
     assert (stopped.directory / "tokenizer" / "tokenizer.json").is_file()
     resumed = whet.resume(stopped.directory)
     for path in (uninterrupted.directory / "final").iterdir():

@@ -31,6 +31,7 @@ from whet.cli import (
     merge,
     plan,
     pull,
+    push,
     report,
     resume,
     runs,
@@ -112,6 +113,7 @@ app.command("classify", rich_help_panel=_USE)(classify.command)
 app.command("merge", rich_help_panel=_USE)(merge.command)
 app.command("export", rich_help_panel=_USE)(export.command)
 app.command("pull", rich_help_panel=_USE)(pull.command)
+app.command("push", rich_help_panel=_USE)(push.command)
 app.command("eval", rich_help_panel=_EVALUATE)(evaluate.command)
 app.command("report", rich_help_panel=_EVALUATE)(report.command)
 app.command("runs", rich_help_panel=_COMPARE)(runs.command)

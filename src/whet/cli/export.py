@@ -98,7 +98,8 @@ def command(
 ) -> None:
     """Export to transformers, vLLM, PEFT, mlx-lm or llama.cpp."""
     from whet.cli.console import set_up_logging
-    from whet.evaluation.quantized_export import QuantizationOptions, export
+    from whet.evaluation.quantized_export import QuantizationOptions
+    from whet.runs.export import export
 
     set_up_logging()
     options = QuantizationOptions(

@@ -75,9 +75,10 @@ class ModelEvaluation:
         for message, _ in unread_fields(store.notes["unread"], used={"group", "weight"}):
             log.warning("%s: %s", source.name, message)
         tokens = max(max_length, DEFAULT_MICRO_BATCH_TOKENS if model.device.type == "cuda" else 512)
-        settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")
-        sizes = token_bytes(tokenizer, vocab_size=model.vocab_size)
-        self.batches = evaluation_batches(examples, settings, token_bytes=sizes)
+        self.examples = examples
+        self.settings = StepSettings(None, tokens, tokens, pack=True, order="sequential")
+        self.token_bytes = token_bytes(tokenizer, vocab_size=model.vocab_size)  # per token id
+        self.batches = evaluation_batches(examples, self.settings, token_bytes=self.token_bytes)
         self.questions = preparation.questions(source)
 
     def loss(self) -> dict[str, float]:

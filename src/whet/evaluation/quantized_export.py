@@ -32,7 +32,7 @@ from whet.model_io.export.export_model import (
     load_for_export,
     merge_adapter,
 )
-from whet.model_io.export.export_run import ExportResult, Layout, as_dtype, check_layout, export_run
+from whet.model_io.export.export_run import ExportResult, as_dtype
 from whet.model_io.export.quantize_model import QuantizedModel, check_quantization, quantize_model
 from whet.model_io.export.quantized_check import check_quantized, require_reader
 from whet.model_io.formats.classifier_head import is_classifier
@@ -79,28 +79,6 @@ class QuantizationOptions:
         for name in ("max_kl", "max_perplexity_increase"):
             if (bound := getattr(self, name)) is not None and not bound >= 0:
                 raise ConfigError(f"{name} must be at least 0, not {bound}")
-
-
-def export(
-    run: str | Path,
-    to: Layout,
-    output: str | Path | None,
-    options: QuantizationOptions,
-    *,
-    gguf_type: str | None = None,
-    imatrix: str | Path | None = None,
-    dtype: str | torch.dtype | None = None,
-    tolerance: float | None = None,
-    check: bool = False,
-) -> ExportResult:
-    """Export a run, an adapter or a model, quantized if an option says so. See `whet.export`."""
-    if not options.is_set:
-        return export_run(
-            run, to, output, gguf_type=gguf_type, imatrix=imatrix, dtype=dtype, tolerance=tolerance
-        )
-    options.check()
-    check_layout(to, quantize=options.quantize, gguf_type=gguf_type, imatrix=imatrix)
-    return export_quantized(run, output, options, dtype=dtype, tolerance=tolerance, check=check)
 
 
 def export_quantized(

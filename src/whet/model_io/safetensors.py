@@ -1,6 +1,5 @@
 """Read and write safetensors directories, with strict checks of every tensor name and shape."""
 
-import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
+from whet.model_io.config_json import write_generation_config
 from whet.model_io.file_checks import check_links, check_weight
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.families.moe import split_parts
@@ -234,8 +234,7 @@ def write_model_directory(
     with create_directory_atomically(directory) as staging:
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
-        if source is not None and (source / "generation_config.json").is_file():
-            shutil.copy(source / "generation_config.json", staging)
+        write_generation_config(staging, config, source=source, tokenizer=tokenizer)
         # transformers before 4.56 and vLLM read `dtype` under its old name
         legacy = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
         write_json(staging / "config.json", {**config, **legacy})

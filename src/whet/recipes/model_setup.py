@@ -19,7 +19,6 @@ from whet.hardware import Precision
 from whet.model_io.fingerprints import weights_digest
 from whet.model_io.formats.adapter_files import save_adapter
 from whet.model_io.load import load_base, load_quantized
-from whet.model_io.save import save, save_base
 from whet.model_io.tokenizer import load_model_tokenizer, new_tokenizer
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.decoder import Decoder
@@ -155,10 +154,14 @@ def save_language_model(
 
 def _save(config: RunConfig, b: Build, final: Path, head: "StoredHead | None") -> None:
     if config.method.kind == "full":
+        from whet.model_io.save import save
+
         save(b.model, b.tokenizer, final, classifier=head)
         return
     base = None
     if b.model.name is None:  # an adapter was merged into these weights, so they exist nowhere else
+        from whet.model_io.save import save_base
+
         base = b.directory / BASE_DIRECTORY
         if not base.exists():
             save_base(b.model, b.tokenizer, base)

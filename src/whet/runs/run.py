@@ -9,7 +9,7 @@ from. `_Run.execute` then does the same work for both, stage by stage:
 4. Build the Trainer with all callbacks and evaluators.
 5. Create or open the run directory, and restore the checkpoint.
 6. Train.
-7. Write `final/`, evaluate the test split, and let callbacks write the summary.
+7. Write `final/`, evaluate the test split, write the model card, and let callbacks write the summary.
 """
 
 import contextlib
@@ -221,6 +221,7 @@ class _Run:
                 with self.world.watchdog.long_operation("finishing"):
                     self._write_final(assembly, trainer, start_step=start_step)
                     self._evaluate_test_split(assembly, trainer, test, result)
+                    self._write_card(result)
             trainer.end(result)  # callbacks write the summary
             return result
 
@@ -415,6 +416,14 @@ class _Run:
             log.warning("the evaluation of the test split was interrupted: run whet eval to repeat it")
             return
         result.summary["test"] = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+
+    def _write_card(self, result: RunResult) -> None:
+        """Write the model card: before the summary, so that a run with a summary has one."""
+        from whet.runs.model_card import write_final_card
+
+        with self.world.sync_errors():
+            if self.world.is_main:
+                write_final_card(self.directory, result.summary)
 
 
 class _RestoreMetadataFiles(Injector):

@@ -28,7 +28,12 @@ class BenchmarkComparison:
 
 def compare_benchmarks(groups: Sequence[Sequence[RunFiles]]) -> list[BenchmarkComparison]:
     """Return the tasks that at least two groups have results for, the latest result of each run."""
-    latest = [[_latest_results(run) for run in runs] for runs in groups]
+    return compare_task_results([[run.evaluations for run in runs] for runs in groups])
+
+
+def compare_task_results(groups: Sequence[Sequence[Sequence[TaskResult]]]) -> list[BenchmarkComparison]:
+    """Return the tasks that at least two groups of models have results for, the latest of each model."""
+    latest = [[_latest_results(results) for results in models] for models in groups]
     settings = list(dict.fromkeys(key for runs in latest for results in runs for key in results))
     comparisons = []
     for setting in settings:
@@ -40,10 +45,9 @@ def compare_benchmarks(groups: Sequence[Sequence[RunFiles]]) -> list[BenchmarkCo
     return comparisons
 
 
-def _latest_results(run: RunFiles) -> dict[Setting, TaskResult]:
+def _latest_results(results: Sequence[TaskResult]) -> dict[Setting, TaskResult]:
     return {
-        (result.task, result.version, result.shots, result.limit, result.chat): result
-        for result in run.evaluations
+        (result.task, result.version, result.shots, result.limit, result.chat): result for result in results
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from whet.adapters.nf4 import BLOCK, NF4Linear
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
+from whet.model_io.config_json import write_generation_config
 from whet.model_io.file_checks import check_links
 from whet.model_io.formats.adapter_state import MLX_WEIGHTS, attach_stored, collect_adapter
 from whet.model_io.formats.classifier_head import StoredHead
@@ -59,6 +60,7 @@ def save_adapter(
     with create_directory_atomically(directory) as staging:
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)
+            write_generation_config(staging, model.hf_config(), source=model.source, tokenizer=tokenizer)
         load_object(LAYOUTS[layout])(staging, model, stored)
         if classifier is not None:
             classifier.write(staging)

@@ -89,4 +89,8 @@ def _paired_cells(paired: ItemComparison | None, p: float | None) -> tuple[str, 
     low, high = paired.interval
     counts = "" if paired.only_first is None else f" {paired.only_first}:{paired.only_second}"
     test = f"{paired.test}{counts}, {paired.items:,} items"
-    return f"{paired.difference:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{p:.2g}", test
+    return f"{paired.difference:+.4f}", f"{low:+.4f} to {high:+.4f}", _p_text(p), test
+
+
+def _p_text(p: float) -> str:
+    return f"{p:.2g}" if p >= 1e-12 else "<1e-12"  # smaller ones are lost in rounding

@@ -35,8 +35,12 @@ class AnswerCheck:
         Raises:
             DataError: the check cannot read the expected answer of a record.
         """
-        passed = [self._passes(answer, each) for answer, each in zip(answers, questions, strict=True)]
+        passed = self.scores(answers, questions)
         return sum(passed) / len(passed)
+
+    def scores(self, answers: Sequence[str], questions: Sequence[Question]) -> list[float]:
+        """Return 1 for each answer that passes, and 0 for the others; raises as `fraction`."""
+        return [self._passes(answer, each) for answer, each in zip(answers, questions, strict=True)]
 
     def _passes(self, answer: str, question: Question) -> float:
         try:
