@@ -23,12 +23,13 @@ from whet.model_io.formats.classifier_head import is_classifier
 
 Layout = Literal["hf", "peft", "mlx", "gguf", "gguf-adapter"]
 _DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-# arguments that apply to one format: their option on the command line, and the format
+# arguments that apply to one format: their option on the command line, the format, and a hint
+_IN_PYTHON = "in Python it is called {}"
 _LAYOUT_OPTIONS = {
-    "gguf_type": ("--type", "gguf"),
-    "imatrix": ("--imatrix", "gguf"),
-    "dtype": ("--dtype", "hf"),
-    "quantize": ("--quantize", "hf"),
+    "gguf_type": ("--type", "gguf", _IN_PYTHON),
+    "imatrix": ("--imatrix", "gguf", _IN_PYTHON),
+    "dtype": ("--dtype", "hf", _IN_PYTHON),
+    "quantize": ("--quantize", "hf", "GGUF files are quantized by --type; an adapter cannot be quantized"),
 }
 
 
@@ -79,7 +80,7 @@ def check_layout(to: str, **options: object) -> None:
     if to not in get_args(Layout):
         raise ConfigError(f"unknown format {to!r}", hint=f"use one of {', '.join(get_args(Layout))}")
     for name, value in options.items():
-        flag, layout = _LAYOUT_OPTIONS[name]
+        flag, layout, hint = _LAYOUT_OPTIONS[name]
         if value is not None and to != layout:
             raise ConfigError(
                 f"{flag} only applies to --to {layout}, not to --to {to}",
