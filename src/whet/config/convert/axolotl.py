@@ -96,7 +96,7 @@ def _translate_method(t: Translation) -> None:
     if str(t.take("peft_init_lora_weights", "")).startswith("pissa"):
         t.set("method.variant", "pissa", "peft_init_lora_weights")
     if t.has("lora_model_dir"):
-        t.report("lora_model_dir", "merge that adapter first (whet merge), and name the result as `model`")
+        t.report("lora_model_dir", "set `model` to that adapter, and method.continue to true")
     t.skip(
         "whet chooses its kernels itself",
         "lora_mlp_kernel",
