@@ -156,6 +156,12 @@ class Data(Section):
         "after the last user message (completion), or the turns of a list of roles",
     )
 
+    turns: Literal["auto", "last", "each"] = Field(
+        "auto",
+        description="conversations whose earlier turns the chat template rewrites: several examples, so that "
+        "every supervised turn follows its prompt (auto), or only the last turn (last); each: one example "
+        "per supervised turn, for all conversations",
+    )
     supervise_thinking: bool = Field(
         True, description="train on the thinking of answers; false: it is context, with its tags"
     )

@@ -15,7 +15,7 @@ from whet.data.class_balance import class_counts, describe_classes
 from whet.data.inspect.duplicates import Duplicates, SplitScan, duplicates, overlap
 from whet.data.inspect.step_facts import StepFacts
 from whet.data.inspect.token_text import Piece, TokenText
-from whet.data.run_data import RunData
+from whet.data.run_data import RunData, describe_split_conversations
 from whet.data.sources.source import MAX_REASONS
 from whet.data.sources.splits import TRAINING_SPLITS
 from whet.data.tokens.chat_template import probe_tokenizer
@@ -75,6 +75,8 @@ class SplitFacts:
     skipped: int
     reasons: tuple[str, ...]  # for the first skipped records
     hint: str | None  # how to fix the first of them
+    split: str | None  # conversations that became several examples, as text
+    lost_turns: int  # turns that cannot follow their prompt
     only_last: int  # conversations of which only the last assistant turn is supervised
     duplicates: Duplicates
     doubled_bos: int
@@ -167,7 +169,7 @@ def split_facts(
         pairs=data.needs.pairs,
         classes=describe_split_classes(data, name),
         record_formats=Counter(str(record.record_format) for record in islice(source, MAX_COUNTED_FORMATS)),
-        records=len(store) // sides,
+        records=len(store) // sides - store.notes.get("turn_examples", 0) + store.notes.get("split", 0),
         examples=len(examples),
         tokens=int((examples.stops - examples.starts - is_judged).sum()),
         supervised=examples.supervised,
@@ -177,6 +179,8 @@ def split_facts(
         skipped=store.notes["skipped"],
         reasons=tuple(store.notes["reasons"]),
         hint=store.notes.get("hint"),
+        split=describe_split_conversations(store.notes),
+        lost_turns=store.notes.get("lost_turns", 0),
         only_last=store.notes["only_last"],
         duplicates=duplicates(store, scanned.hashes),
         doubled_bos=scanned.doubled_bos,

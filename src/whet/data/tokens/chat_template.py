@@ -13,6 +13,7 @@ from whet.data.sources.record_formats import renaming_hint
 from whet.data.sources.source import Record, validate_record
 from whet.data.tokens.loss_mask import (
     Supervise,
+    Turns,
     WeightedSpan,
     check_supervise,
     is_supervised,
@@ -41,6 +42,7 @@ class Rendering:
     origin: str
     values: tuple[float, ...] = ()  # numeric columns of the record
     only_last: bool = False  # the template rewrites earlier turns, so only the last turn is supervised
+    lost_turns: int = 0  # earlier turns that are not supervised, because they cannot follow their prompt
     is_classification: bool = False  # an input to classify, without a continuation
     weights: tuple[float, ...] = ()  # of each span; empty if all are 1
 
@@ -66,6 +68,10 @@ class NothingToSuperviseError(DataError):
         self.record = record
 
 
+class LostTurnError(DataError):
+    """A turn does not follow the prompt with which the model is served."""
+
+
 class Renderer:
     """Render records to text with the chat template of a tokenizer."""
 
@@ -78,8 +84,10 @@ class Renderer:
         today: date | None = None,
         template_args: Mapping[str, Any] | None = None,  # Any: JSON values
         supervise_thinking: bool = True,
+        turns: Turns = "auto",
     ) -> None:
         self.tokenizer = tokenizer
+        self.turns = turns
         self.template_args = check_template_args(template_args or {})
         self.supervise_thinking = supervise_thinking
         self.supervise = check_supervise(supervise)
@@ -113,6 +121,59 @@ class Renderer:
         text = prompt + completion
         start = 0 if self.supervise == "all" else len(prompt)
         return _weigh(Rendering(text, [(start, len(text))], True, True, record.origin), record)
+
+    def render_turns(self, record: Record) -> tuple[Rendering, ...]:
+        """Return the examples of a record: one, unless the template rewrites earlier turns of a conversation.
+
+        Then no text contains the prompts of all supervised turns. The conversation becomes several examples,
+        each of which ends with a supervised turn after the prompt that the model is served at that point.
+        """
+        record = record if record.record_format else validate_record(record)
+        messages = self._to_messages(record)
+        if messages is None or self.turns == "last" or self.supervise == "all":
+            return (self.render(record),)
+        _check_unlabeled(record)
+        supervised = self._supervised_turns(messages, record)
+        text = self._render_messages(messages, record)
+        spans = self._turn_spans(supervised, messages, text, record)
+        if None not in spans and (self.turns == "auto" or len(spans) < 2):
+            span_of_turn = {i: span for i, span in zip(supervised, spans, strict=True) if span is not None}
+            return (self._supervise_turns(span_of_turn, messages, text, record),)
+        return self._render_groups(supervised, messages, record)
+
+    def _render_groups(
+        self, supervised: list[int], messages: list[Message], record: Record
+    ) -> tuple[Rendering, ...]:
+        """Return examples that end with a supervised turn, with the earlier ones whose prompt they have."""
+        remaining, examples, lost = list(supervised), list[Rendering](), 0
+        while remaining:
+            last, spans = remaining[-1], dict[int, Span]()
+            text, prompt = self._turn_texts(last, messages, record)
+            finished = text
+            while text.startswith(prompt) and text.startswith(finished):
+                spans[remaining.pop()] = len(prompt), len(finished)
+                if not remaining or self.turns == "each":
+                    break
+                finished, prompt = self._turn_texts(remaining[-1], messages, record)
+            if spans:
+                span_of_turn = dict(sorted(spans.items()))
+                examples.append(self._supervise_turns(span_of_turn, messages[: last + 1], text, record))
+                continue
+            remaining.pop()
+            try:
+                examples.append(self._render_opened_turn([last], messages[: last + 1], text, record))
+            except LostTurnError:
+                if not examples or self.turns == "each":  # the last turn is never left out
+                    raise
+                lost += 1
+        examples[0] = replace(examples[0], lost_turns=lost)
+        return _number_examples(examples[::-1])
+
+    def _turn_texts(self, index: int, messages: list[Message], record: Record) -> tuple[Rendered, str]:
+        """Return the conversation up to a turn, and the prompt that the turn follows."""
+        is_assistant = messages[index]["role"] == "assistant"
+        prompt = self._render_messages(messages[:index], record, prompt=is_assistant) if index else ""
+        return self._render_messages(messages[: index + 1], record), prompt
 
     def render_pair(self, record: Record) -> tuple[Rendering, Rendering]:
         """Return chosen and rejected, each with the prompt; only the completions are supervised."""
@@ -229,7 +290,10 @@ class Renderer:
         return None
 
     def render_chats(self, record: Record) -> list[str]:
-        """Return the rendered conversations of a record; empty for plain text."""
+        """Return the rendered conversations of a record; empty for plain text.
+
+        They include the beginnings up to each assistant turn, which may become examples of their own.
+        """
         if record.record_format == "preference":
             prompt, *completions = (
                 _wrap_messages(record.fields[name], role) for name, role in _PREFERENCE_ROLES
@@ -241,6 +305,13 @@ class Renderer:
             conversations = [self._to_messages(record) or []]
         if not self.tokenizer.chat_template:
             return []
+        if self.turns != "last":
+            conversations = [
+                messages[: index + 1]
+                for messages in conversations
+                for index, message in enumerate(messages)
+                if message["role"] == "assistant" or index == len(messages) - 1
+            ]
         return [self._render_messages(messages, record) for messages in conversations if messages]
 
     def _render_conversation(self, messages: list[Message], record: Record) -> Rendering:
@@ -255,11 +326,7 @@ class Renderer:
             everything = {i: (0, len(text)) for i in turns if is_supervised(messages[i])}
             self._check_not_empty(everything, messages, text, record)
             return _weigh(_with_spans(rendering, self._weighted_spans(messages, text, record)), record)
-        if [i for i, message in enumerate(messages) if message["role"] == "assistant"] == [0]:
-            raise DataError(
-                f"{record.origin}: the only assistant message is the first message, which has no prompt"
-            )
-        supervised = [i for i in selected_turns(messages, self.supervise) if is_supervised(messages[i])]
+        supervised = self._supervised_turns(messages, record)
         spans = self._turn_spans(supervised, messages, text, record)
         turn_spans = [span for span in spans if span is not None]
         is_rewritten = len(turn_spans) < len(spans)
@@ -268,6 +335,19 @@ class Renderer:
         if is_rewritten:
             supervised, turn_spans = supervised[-1:], turn_spans[-1:]
         span_of_turn = dict(zip(supervised, turn_spans, strict=True))
+        return replace(self._supervise_turns(span_of_turn, messages, text, record), only_last=is_rewritten)
+
+    def _supervised_turns(self, messages: list[Message], record: Record) -> list[int]:
+        if [i for i, message in enumerate(messages) if message["role"] == "assistant"] == [0]:
+            raise DataError(
+                f"{record.origin}: the only assistant message is the first message, which has no prompt"
+            )
+        return [i for i in selected_turns(messages, self.supervise) if is_supervised(messages[i])]
+
+    def _supervise_turns(
+        self, span_of_turn: Mapping[int, Span], messages: list[Message], text: Rendered, record: Record
+    ) -> Rendering:
+        """Return the text of a conversation with these turns supervised."""
         assistant_spans = {i: span for i, span in span_of_turn.items() if messages[i]["role"] == "assistant"}
         self._check_not_empty(assistant_spans, messages, text, record)
         weighted = [
@@ -275,7 +355,7 @@ class Renderer:
             for index, span in span_of_turn.items()
             for piece in self._weigh_turn(index, span, messages, text, record)
         ]
-        return _weigh(replace(_with_spans(rendering, weighted), only_last=is_rewritten), record)
+        return _weigh(_with_spans(Rendering(text, [], False, False, record.origin), weighted), record)
 
     def _turn_spans(
         self, indices: list[int], messages: list[Message], text: Rendered, record: Record
@@ -315,19 +395,21 @@ class Renderer:
             return pieces
         return overlay(pieces, [(low, high, 0.0) for low, high in thinking_spans(text, *span)])
 
-    def _lost_turn_error(self, index: int, messages: list[Message], text: str, record: Record) -> DataError:
+    def _lost_turn_error(
+        self, index: int, messages: list[Message], text: str, record: Record
+    ) -> LostTurnError:
         """Return the error for a turn that does not follow its generation prompt."""
         prompt = self._render_messages(messages[:index], record, prompt=True)
         without_prompt = self._render_messages(messages[:index], record)
         if text.startswith(without_prompt):  # only the generation prompt differs
             pairs = enumerate(zip(prompt, text, strict=False))
             opening = prompt[next((i for i, (left, right) in pairs if left != right), len(text)) :]
-            return DataError(
+            return LostTurnError(
                 f"{record.origin}: the chat template ends a prompt with {short_repr(opening)}, but does not "
                 f"write this before message {index + 1}",
                 hint="set data.supervise to all, or edit the model's chat_template.jinja so that both agree",
             )
-        return DataError(
+        return LostTurnError(
             f"{record.origin}: the chat template rewrites earlier turns, so message {index + 1} "
             "cannot be found in the rendered text",
             hint="set data.supervise to all",
@@ -512,6 +594,16 @@ def _without_marks(messages: list[Message]) -> list[Message]:
     if not any(name in message for message in messages for name in MARKS):
         return messages
     return [{name: value for name, value in message.items() if name not in MARKS} for message in messages]
+
+
+def _number_examples(examples: Sequence[Rendering]) -> tuple[Rendering, ...]:
+    """Return the examples of one record with their number in the origin, if there are several."""
+    if len(examples) == 1:
+        return tuple(examples)
+    return tuple(
+        replace(each, origin=f"{each.origin} ({number} of {len(examples)})")
+        for number, each in enumerate(examples, start=1)
+    )
 
 
 def _with_spans(rendering: Rendering, spans: Sequence[WeightedSpan]) -> Rendering:

@@ -64,6 +64,8 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
         ("too long", f"{', '.join(too_long) or 'none'} (data.max_length {view.config.data.max_length:,})"),
         ("duplicates", _duplicates(split.duplicates.count, split.duplicates.pair)),
     ]
+    if split.split is not None:
+        rows.insert(3, ("turns", split.split))
     if split.weights is not None:
         rows.append(("weights", _weights(split.weights)))
     if split.classes:
