@@ -94,7 +94,8 @@ def _learning_rate(config: RunConfig, parameters: int | None) -> Iterator[Advice
     adapter_limit, full_limit = next(pair[1:] for pair in LEARNING_RATES if parameters <= pair[0])
     usual = full_limit if is_full else adapter_limit
     method = "full fine-tuning" if is_full else "adapters"
-    subject = f"{method} of a model with {parameters / 1e6:,.0f} million parameters"
+    size = f"{parameters / 1e6:,.0f} million" if parameters >= 1e6 else f"{parameters:,}"
+    subject = f"{method} of a model with {size} parameters"
     if isinstance(config.language_model, Preset):
         yield Advice(
             key,

@@ -89,7 +89,7 @@ class ClassifierSettings:
 
     def require_total_steps(self, total_steps: int | None) -> None:
         """Raise a ConfigError if the learning rate schedule needs the number of updates and it is missing."""
-        kinds = [part.kind for part in self.optim.phases if part.kind != "constant"]
+        kinds = [phase.kind for phase in self.optim.phases if phase.kind != "constant"]
         if kinds and total_steps is None:
             raise ConfigError(
                 f"optim.schedule: {kinds[0]} needs the number of updates",
