@@ -231,7 +231,7 @@ class RunData:
         """Set the tokenizer."""
         data = self.config.data
         if data.template is not None:
-            from whet.data.tokens.builtin_templates import load_template
+            from whet.data.templates.builtin import load_template
 
             tokenizer.chat_template = load_template(data.template)  # saved with the final model
         self.tokenizer = tokenizer

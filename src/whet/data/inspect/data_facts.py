@@ -18,9 +18,9 @@ from whet.data.inspect.token_text import Piece, TokenText
 from whet.data.run_data import RunData, describe_split_conversations
 from whet.data.sources.source import MAX_REASONS
 from whet.data.sources.splits import TRAINING_SPLITS
-from whet.data.tokens.chat_template import probe_tokenizer
+from whet.data.templates.chat import probe_tokenizer
+from whet.data.templates.probe import TemplateProbe
 from whet.data.tokens.examples import StoredExamples, StoredPairs
-from whet.data.tokens.template_probe import TemplateProbe
 from whet.errors import WhetError
 from whet.models.costs import ModelSummary
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from whet.data.sources.record_formats import describe_fields, require_number
 from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source, validate_record
-from whet.data.tokens.chat_template import Renderer, Rendering
+from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
 from whet.data.tokens.loss_mask import Supervise, Turns
+from whet.data.tokens.rendering import Rendering
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
 from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
@@ -182,7 +183,7 @@ class Preparation:
 
     def _key(self, source: Source) -> str:
         """Return a hash of everything the tokens depend on."""
-        tokenizer = self.renderer.tokenizer
+        tokenizer, template = self.renderer.tokenizer, self.renderer.template
         parts = {
             "version": VERSION,
             "source": source.digest(),
@@ -192,15 +193,15 @@ class Preparation:
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
             "allow_empty": self.renderer.allow_empty,
-            "template_args": self.renderer.template_args,
-            "supervise_thinking": self.renderer.supervise_thinking,
-            "turns": self.renderer.turns,
+            "template_args": template.arguments,
+            "supervise_thinking": self.renderer.conversations.supervise_thinking,
+            "turns": self.renderer.conversations.turns,
             "columns": self.columns,
             "pairs": self.pairs,
             "form": self.form,
         }
-        if self.renderer.is_dated:
-            parts["today"] = self.renderer.today.isoformat()
+        if template.is_dated:
+            parts["today"] = template.today.isoformat()
         if self.labels is not None:
             parts["labels"] = [self.labels.names, self.labels.multi_label, _LABELS_VERSION]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
