@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whet.config.data import Format
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
 from whet.data.packing import StepSettings
 from whet.data.sources.source import (
-    Format,
     GivenRows,
     Skipped,
     Source,

@@ -12,8 +12,9 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.config.data import Format
 from whet.data.sources.record_formats import describe_fields, require_number
-from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source, validate_record
+from whet.data.sources.source import MAX_REASONS, Record, Skipped, Source, validate_record
 from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
