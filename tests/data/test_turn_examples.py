@@ -15,7 +15,9 @@ import whet
 from data.test_template_probe import THINK, conversations, record, tokenizer_with
 from tiny import run_config, weights_of
 from whet.config.load_config import validate_config
+from whet.data.sources.source import validate_record
 from whet.data.tokens.chat_template import Renderer
+from whet.data.tokens.field_audit import FieldAudit
 from whet.data.tokens.prepare_dataset import encode_records
 from whet.data.tokens.tokenize import Encoder
 from whet.errors import DataError
@@ -221,3 +223,18 @@ def test_each_example_is_limited_to_max_length(thinking_model):
     config = data_config(path, max_length=limit, too_long="drop")
     with open_assembly(validate_config(config)) as work:
         assert len(work.data.examples["train"]) == sum(length <= limit for length in lengths)
+
+
+def test_thinking_of_earlier_turns_counts_as_tokenized(tiny):
+    """It is in the example of its own turn, though not in the complete conversation."""
+    chat = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "a", "reasoning_content": "so"},
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "content": "b"},
+    ]
+    one = validate_record(record(messages=chat))
+    for turns, unread in (("auto", {}), ("last", {"reasoning_content": 1})):
+        audit = FieldAudit(Renderer(tokenizer_with(tiny, SHAPE["Qwen3"]), turns=turns))
+        audit.add(one)
+        assert audit.counts()["message"] == unread

@@ -8,6 +8,7 @@ from whet.data.sources.chat_messages import Message
 from whet.data.sources.record_formats import renaming_hint
 from whet.data.sources.source import Record, validate_record
 from whet.data.templates.chat import ChatTemplate
+from whet.data.templates.turn_spans import MAX_EXACT
 from whet.data.tokens.conversation import ConversationRenderer
 from whet.data.tokens.loss_mask import Supervise, Turns
 from whet.data.tokens.rendering import RenderedPrompt, Rendering, empty_turn_error, weigh
@@ -211,13 +212,15 @@ class Renderer:
         if not self.template.exists:
             return []
         if self.conversations.turns != "last":
-            conversations = [
-                messages[: index + 1]
-                for messages in conversations
-                for index, message in enumerate(messages)
-                if message["role"] == "assistant" or index == len(messages) - 1
-            ]
+            conversations = [part for messages in conversations for part in _parts_up_to_turns(messages)]
         return [self.conversations.render_text(messages, record) for messages in conversations if messages]
+
+
+def _parts_up_to_turns(messages: list[Message]) -> list[list[Message]]:
+    """Return a conversation and its beginnings up to each assistant turn; not those of a long one."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
+    ends = [index + 1 for index in turns if index + 1 < len(messages)] if len(turns) <= MAX_EXACT else []
+    return [*(messages[:end] for end in ends), messages]
 
 
 def _wrap_messages(content: Any, role: str) -> list[Message]:  # Any: text, or messages
