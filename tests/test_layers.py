@@ -77,6 +77,20 @@ def test_imports_point_down(path):
         )
 
 
+@pytest.mark.parametrize(
+    ("package", "lower"), [("templates", {"templates", "sources"}), ("sources", {"sources"})]
+)
+def test_imports_within_data_point_down(package, lower):
+    for path in (ROOT / "data" / package).glob("*.py"):
+        modules = [
+            node.module.split(".")[2]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("whet.data.")
+        ]
+        assert set(modules) & DATA_PACKAGES <= lower, f"{path.name} imports {modules}"
+
+
+DATA_PACKAGES = {path.parent.name for path in (ROOT / "data").glob("*/__init__.py")}
 RUN_FILES = {value for value in vars(run_directory).values() if isinstance(value, str) and "." in value}
 
 

@@ -1,5 +1,8 @@
 """NF4 weights have the values of the paper and of bitsandbytes, whether or not it is installed."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -128,3 +131,13 @@ def test_meta_tensors_have_the_same_sizes(shape):
     assert {name: (t.shape, t.dtype) for name, t in real.items()} == {
         name: (t.shape, t.dtype) for name, t in planned.items()
     }
+
+
+def test_importing_bitsandbytes_prints_nothing():
+    """On some CPUs bitsandbytes warns about an optional kernel, which whet does not use."""
+    pytest.importorskip("bitsandbytes")
+    script = (
+        "from whet.adapters.nf4 import bitsandbytes_functional; assert bitsandbytes_functional() is not None"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout + process.stderr == ""

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from whet.data.tokens import long_texts
 from whet.data.tokens import tokenize as encode_module
-from whet.data.tokens.chat_template import Rendering
+from whet.data.tokens.rendering import Rendering
 from whet.data.tokens.tokenize import Encoder
 from whet.errors import DataError
 
@@ -149,7 +149,7 @@ def test_memory_does_not_grow_with_the_text(tiny_directory):
 import resource
 from transformers import AutoTokenizer
 from whet.data.tokens.tokenize import Encoder
-from whet.data.tokens.chat_template import Rendering
+from whet.data.tokens.rendering import Rendering
 tokenizer = AutoTokenizer.from_pretrained({str(tiny_directory)!r})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 text = "some words that repeat " * 434_000

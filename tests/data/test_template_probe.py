@@ -15,8 +15,9 @@ import whet
 from tiny import TEMPLATE, run_config
 from whet.config.load_config import validate_config
 from whet.data.sources.source import Record, open_source
-from whet.data.tokens.builtin_templates import TEMPLATES, load_template
-from whet.data.tokens.chat_template import Renderer, probe_tokenizer
+from whet.data.templates.builtin import TEMPLATES, load_template
+from whet.data.templates.chat import probe_tokenizer
+from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Encoder
 from whet.errors import DataError

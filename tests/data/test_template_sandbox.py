@@ -8,8 +8,8 @@ import time
 import pytest
 from chat_templates import TEMPLATES
 
-from whet.data.tokens.chat_template import render_chat
-from whet.data.tokens.template_sandbox import render_template
+from whet.data.templates.chat import render_chat
+from whet.data.templates.sandbox import render_template
 from whet.errors import DataError
 
 CHAT = [

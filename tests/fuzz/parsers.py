@@ -522,7 +522,7 @@ class tokenizer_files:
         return f"{folder.name} {path.name} {part}: {str(description)[:200]}"
 
     def parse(directory):
-        from whet.data.tokens.chat_template import Rendering
+        from whet.data.tokens.rendering import Rendering
         from whet.data.tokens.tokenize import Encoder, encode_prompt_ids, token_bytes
         from whet.model_io.tokenizer import load_tokenizer
 

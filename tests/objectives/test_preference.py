@@ -17,8 +17,10 @@ from whet.data.sources.source import open_source
 from whet.data.tokens.examples import build_pairs
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.errors import ConfigError, DataError
+from whet.hardware import choose_precision
 from whet.objectives.preference import Preference, dpo_loss, ipo_loss, odds_ratio_loss, simpo_loss
 from whet.runs.assemble import open_assembly
+from whet.training.loss import evaluate_loss
 
 
 def sigmoid(x):
@@ -362,3 +364,28 @@ def test_references_of_another_config_with_the_same_weights_are_not_reused(
         objective = {"kind": "dpo", "reference": "precompute"}
         run = whet.train(preference_config(model, tmp_path, objective, run={"name": f"{place}", "steps": 1}))
         assert run.history[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["simpo", "orpo", "dpo"])
+def test_eval_accuracy_is_the_exact_share_of_pairs(tiny, tmp_path, kind):
+    """Summed in float32 shares of micro-batches, 7 of 7 pairs gave 1.0000000149."""
+    model, all_pairs = tiny[0], pairs(tiny, tmp_path, 7)
+    reference = copy.deepcopy(model)
+    for parameter in reference.parameters():
+        parameter.data *= 0.5
+    objective = Preference(kind, beta=0.1, reference=reference if kind == "dpo" else None)
+    batches = [make_batch([[*pair]]) for pair in all_pairs]
+    precision = choose_precision("fp32", model.device)
+    correct = sum(objective.loss(model, batch).metrics["reward_accuracy"].item() for batch in batches)
+    for count, expected in ((7, correct / 7), (3, None)):
+        accuracy = evaluate_loss(model, objective, batches[:count], precision=precision)[
+            "eval_reward_accuracy"
+        ]
+        assert accuracy * count == round(accuracy * count)
+        assert expected is None or accuracy == expected
+        assert 0 <= accuracy <= 1
+    winners = [batch for batch in batches if objective.loss(model, batch).metrics["reward_accuracy"].item()]
+    if winners:
+        repeated = (winners * 7)[:7]
+        metrics = evaluate_loss(model, objective, repeated, precision=precision)
+        assert metrics["eval_reward_accuracy"] == 1.0

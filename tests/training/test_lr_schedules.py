@@ -139,7 +139,7 @@ def test_single_part_equals_its_kind():
 
 
 def test_parts_must_leave_steps_for_the_last_one():
-    with pytest.raises(ConfigError, match="warm-up and parts take 20 of the run's 20 steps"):
+    with pytest.raises(ConfigError, match="warm-up and phases take 20 of the run's 20 steps"):
         lr_at(schedule=[{"kind": "constant", "steps": 16}, {"kind": "cosine"}])
 
 

@@ -83,13 +83,19 @@ def attach_lora(
                 f"alpha {layer_settings.alpha:g} must be greater than 0, otherwise the adapter has no effect"
             )
         _check_rank(name, layer_settings.rank, _layer_shape(model, name, is_fused=name in fused))
-        if dropout and name not in fused and model.get_submodule(name).weight is model.head().weight:
-            raise ConfigError(
-                f"{name}: the head cannot have dropout, because losses read its weight without calling it",
-                hint="set method.dropout to 0, or remove the head from method.targets",
-            )
+        if name not in fused:
+            check_dropout(model, name, dropout)
     insert_adapters(model, settings, select_modules_to_save(model, modules_to_save))
     return model
+
+
+def check_dropout(model: LanguageModel, name: str, dropout: float) -> None:
+    """Raise a ConfigError if the layer is the head, whose weight losses read without calling the layer."""
+    if dropout and model.get_submodule(name).weight is model.head().weight:
+        raise ConfigError(
+            f"{name}: the head cannot have dropout, because losses read its weight without calling it",
+            hint="set method.dropout to 0, or remove the head from method.targets",
+        )
 
 
 def attach_from_config(model: LanguageModel, method: Method) -> LanguageModel:
@@ -109,10 +115,13 @@ def attach_from_config(model: LanguageModel, method: Method) -> LanguageModel:
 
 
 def make_trainable(model: LanguageModel, method: Method, *, dtype: torch.dtype) -> None:
-    """Make every weight trainable, or attach adapters, as `method` says. Trained parameters get `dtype`."""
+    """Make every weight trainable, or attach adapters, as `method` says. Trained parameters get `dtype`.
+
+    With method.continue, the model has its trained adapters already.
+    """
     if method.kind == "full":
         model.requires_grad_(True)
-    else:
+    elif not method.continues:
         attach_from_config(model, method)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -7,6 +7,7 @@ gives the same values.
 """
 
 import functools
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +31,16 @@ CODES = (
 @functools.cache
 def bitsandbytes_functional() -> ModuleType | None:
     """Return the module bitsandbytes.functional, or None if bitsandbytes cannot be imported."""
+    # on some CPUs it warns that an optional kernel is missing, which whet does not use
+    backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = backend.level
+    backend.setLevel(logging.ERROR)
     try:
         import bitsandbytes.functional
     except ImportError:
         return None
+    finally:
+        backend.setLevel(level)
     return bitsandbytes.functional
 
 

@@ -9,6 +9,20 @@ from pydantic import Strict as StrictMode
 
 from whet.config.section import KeyInfo, Positive, Section, Text, UsedWhen
 
+# the formats of records, which data/sources/record_formats.py reads
+FormatName = Literal[
+    "messages",
+    "preference",
+    "completion",
+    "tokens",
+    "classification",
+    "tabular",
+    "distrust",
+    "text",
+    "prompt",
+]
+Format = Literal["auto", FormatName]
+
 _BY_LENGTH = KeyInfo(used_when=UsedWhen("kind", ("length",)))
 _BY_DIFFICULTY = KeyInfo(used_when=UsedWhen("kind", ("difficulty",)))
 
@@ -106,18 +120,9 @@ class Data(Section):
     test: Sources | None = Field(
         None, description="test records, evaluated once after training; null: no test evaluation"
     )
-    format: Literal[
-        "auto",
-        "messages",
-        "preference",
-        "completion",
-        "tokens",
-        "classification",
-        "tabular",
-        "distrust",
-        "text",
-        "prompt",
-    ] = Field("auto", description="format of the records; auto: the first format that matches their fields")
+    format: Format = Field(
+        "auto", description="format of the records; auto: the first format that matches their fields"
+    )
     on_bad_record: Literal["error", "skip"] = Field(
         "error", description="invalid records: stop with an error, or skip and count them"
     )
@@ -156,6 +161,12 @@ class Data(Section):
         "after the last user message (completion), or the turns of a list of roles",
     )
 
+    turns: Literal["auto", "last", "each"] = Field(
+        "auto",
+        description="conversations whose earlier turns the chat template rewrites: several examples, so that "
+        "every supervised turn follows its prompt (auto), or only the last turn (last); each: one example "
+        "per supervised turn, for all conversations",
+    )
     supervise_thinking: bool = Field(
         True, description="train on the thinking of answers; false: it is context, with its tags"
     )

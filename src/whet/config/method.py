@@ -1,12 +1,17 @@
 """The `method` section: full fine-tuning or adapters."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from whet.config.section import KeyInfo, Positive, Section, UsedWhen
 
 _ADAPTERS = KeyInfo(used_when=UsedWhen("kind", ("lora", "qlora")))
+# keys that describe an adapter, which method.continue reads from the adapter's files
+STORED_KEYS = (
+    *("kind", "rank", "alpha", "dropout", "variant"),
+    *("targets", "layers", "rank_pattern", "alpha_pattern", "modules_to_save"),
+)
 
 
 class Method(Section):
@@ -50,3 +55,24 @@ class Method(Section):
     modules_to_save: Annotated[list[str], _ADAPTERS] = Field(
         [], description="modules trained in full alongside the adapters, such as [embed_tokens, lm_head]"
     )
+    continues: bool = Field(
+        False,
+        alias="continue",
+        description="train the adapter of `model` further, instead of merging it and training a new one; "
+        "the keys that describe an adapter then come from its files",
+    )
+
+    @model_validator(mode="after")
+    def _check_continue(self) -> "Method":
+        if self.continues and self.kind == "full":
+            raise ValueError("method.continue trains an adapter, so it needs method.kind: lora or qlora")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _omit_keys_of_stored_adapter(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out keys that are not set if the adapter's files decide them: defaults would mislead."""
+        values: dict[str, Any] = serialize(self)  # Any: JSON values
+        if not self.continues:
+            return values
+        unset = set(STORED_KEYS) - self.model_fields_set
+        return {key: value for key, value in values.items() if key not in unset}

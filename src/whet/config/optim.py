@@ -185,18 +185,18 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "Optim":
-        if [part.steps is None for part in self.phases] != [False] * (len(self.phases) - 1) + [True]:
+        if [phase.steps is None for phase in self.phases] != [False] * (len(self.phases) - 1) + [True]:
             raise ValueError(
                 "every phase of the schedule except the last needs steps; the last must not have steps"
             )
         start = 1.0
-        for part in self.phases:
-            if part.kind == "step" and self.decay_every is None:
+        for phase in self.phases:
+            if phase.kind == "step" and self.decay_every is None:
                 raise ValueError("schedule: step needs decay_every")
-            end = self.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio
-            if part.kind == "exponential" and 0 in (start, end):
+            end = self.min_lr_ratio if phase.min_lr_ratio is None else phase.min_lr_ratio
+            if phase.kind == "exponential" and 0 in (start, end):
                 raise ValueError(
                     "schedule: exponential cannot start or end at a learning rate of 0: raise min_lr_ratio"
                 )
-            start = start if part.kind == "constant" else end
+            start = start if phase.kind == "constant" else end
         return self

@@ -154,6 +154,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_continue(self) -> "RunConfig":
+        if self.method.continues and not isinstance(self.model, str):
+            raise ValueError(
+                "method.continue needs a trained adapter: set model to a run or adapter directory"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_mup(self) -> "RunConfig":
         if self.optim.mup is not None and (problem := mup_problem(self.method.kind, self.objective.kind)):
             raise ValueError(problem)
@@ -210,6 +218,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _set_default_targets(self) -> "RunConfig":
         targets = self.objective.default_targets
+        if self.method.continues:
+            return self
         if "targets" not in self.method.model_fields_set and self.method.targets != targets:
             method = self.method.model_copy(update={"targets": targets})
             object.__setattr__(self, "method", method)  # the section is frozen

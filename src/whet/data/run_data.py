@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whet.config.data import Format
 from whet.config.run_config import RunConfig
 from whet.data.batches import Batch, BatchStream, StepStream, evaluation_batches
 from whet.data.packing import StepSettings
 from whet.data.sources.source import (
-    Format,
     GivenRows,
     Skipped,
     Source,
@@ -163,6 +163,8 @@ class RunData:
                 continue
             examples = self.prepare_source(name)
             log.info("%s: %s: %s", name, source.name, examples.summary())
+            if (line := describe_split_conversations(examples.store.notes)) is not None:
+                log.info("%s: %s", name, line)
             for line in preparation_warnings(examples.store.notes):
                 log.warning("%s: %s", name, line)
             units = len(examples.store) // (2 if self.needs.pairs else 1)
@@ -229,7 +231,7 @@ class RunData:
         """Set the tokenizer."""
         data = self.config.data
         if data.template is not None:
-            from whet.data.tokens.builtin_templates import load_template
+            from whet.data.templates.builtin import load_template
 
             tokenizer.chat_template = load_template(data.template)  # saved with the final model
         self.tokenizer = tokenizer
@@ -246,6 +248,7 @@ class RunData:
             weights=self.needs.weights,
             template_args=data.template_args,
             supervise_thinking=data.supervise_thinking,
+            turns=data.turns,
         )
 
     def _columns(self, name: str) -> tuple[str, ...]:
@@ -409,3 +412,19 @@ def preparation_warnings(notes: dict[str, Any]) -> Iterator[str]:  # Any: JSON v
             f"the chat template rewrites earlier turns of {count} conversation{'s' * (count != 1)}, "
             "so only the last assistant turn of each is supervised"
         )
+    if count := notes.get("lost_turns"):
+        yield (
+            f"{count} assistant turn{'s' * (count != 1)} cannot follow the prompt that the model is served: "
+            "not supervised"
+        )
+
+
+def describe_split_conversations(notes: dict[str, Any]) -> str | None:  # Any: JSON values
+    """Return how many conversations became several examples, or None if none did."""
+    if not (count := notes.get("split")):
+        return None
+    conversations = f"{count:,} conversation{'s' * (count != 1)}"
+    return (
+        f"{conversations} as {notes['turn_examples']:,} examples, because the chat template rewrites earlier "
+        "turns"
+    )

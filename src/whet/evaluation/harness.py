@@ -13,7 +13,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from whet.data.tokens.chat_template import render_chat
+from whet.data.templates.chat import render_chat
 from whet.errors import ConfigError, DataError
 from whet.evaluation.loglikelihood import TokenPair, score_continuations
 from whet.generation.engine import generate_tokens

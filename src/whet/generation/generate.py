@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from whet.data.tokens.chat_template import render_chat
+from whet.data.templates.chat import render_chat
 from whet.data.tokens.tokenize import encode_prompt_ids, tokenize
 from whet.errors import DataError
 from whet.generation.engine import generate_tokens

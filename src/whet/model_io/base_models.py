@@ -38,10 +38,11 @@ def base_model_of(target: str | Path) -> str | None:
 
 def _named_base(target: str | Path) -> str | None:
     if (config := config_of_checkpoint(target)) is not None:
-        stored_base = run_directory_of(expand_user(target)) / BASE_DIRECTORY
         if config.method.kind == "full":
             return None
-        return str(stored_base if (stored_base / "config.json").is_file() else config.language_model)
+        if config.method.continues:
+            return base_model_of(local_model_directory(str(config.language_model)))
+        return str(stored_base(target) or config.language_model)
     if not (isinstance(target, Path) and (target / CONFIG).is_file()):
         return None
     run = target.parent
@@ -58,6 +59,12 @@ def _named_base(target: str | Path) -> str | None:
     if not isinstance(base, str) or not base or "\0" in base:
         raise ModelError(f"{target / CONFIG} does not name its base model")
     return base
+
+
+def stored_base(checkpoint: str | Path) -> Path | None:
+    """Return the base weights that the run of a checkpoint stores, or None if it stores none."""
+    directory = run_directory_of(expand_user(checkpoint)) / BASE_DIRECTORY
+    return directory if (directory / "config.json").is_file() else None
 
 
 def config_of_checkpoint(name_or_path: str | Path) -> RunConfig | None:

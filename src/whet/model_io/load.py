@@ -15,7 +15,7 @@ from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.mtp import MTPObjective
 from whet.config.preset import Preset
 from whet.error_boundary import invalid_input_errors
-from whet.errors import ModelError
+from whet.errors import ConfigError, ModelError
 from whet.hardware import choose_device, choose_precision
 from whet.model_io.base_models import (
     absolute_path_or_name,
@@ -24,6 +24,7 @@ from whet.model_io.base_models import (
     expand_user,
     local_model_directory,
     starting_model,
+    stored_base,
 )
 from whet.model_io.checkpoint_weights import copy_trained_parameters, read_trained_parameters
 from whet.model_io.config_json import read_config, read_spec
@@ -89,23 +90,63 @@ def load_without_head(
     if ((path := expand_user(name_or_path)) / MANIFEST).is_file():
         return _load_checkpoint(path, dtype=dtype, device=device)
     target = local_model_directory(name_or_path)
-    if (base := base_model_of(target)) is None:
+    if base_model_of(target) is None:
         extra = {SCORE} if is_classifier(target) else ()
         return load_model(target, dtype=dtype, device=device, extra_tensors=extra), load_model_tokenizer(
             target
         )
     assert isinstance(target, Path)
-    if not (target / QUANTIZATION_FILE).is_file():
-        model, _ = load_base(base, dtype=dtype, device=device)
-    else:
-        if (kind := read_json(target / QUANTIZATION_FILE)) != NF4_BASE:
-            raise ModelError(
-                f"{target / QUANTIZATION_FILE}: unsupported quantization of the base model: {kind}"
-            )
-        model = _load_quantized(base, dtype=dtype, device=device)
-    model.name = absolute_path_or_name(base)  # also if the base is itself an adapter
-    load_adapter(model, target)
+    model = load_base_of_adapter(target, dtype=dtype, device=device)
+    attach_trained_adapter(model, target)
     return model.eval(), load_model_tokenizer(target)
+
+
+def load_base_of_adapter(
+    target: Path, *, dtype: torch.dtype | None, device: str | torch.device | None
+) -> LanguageModel:
+    """Load the base model of an adapter directory or checkpoint, quantized if the adapter was trained so."""
+    base = base_model_of(target)
+    assert base is not None
+    if is_base_quantized(target):
+        model = _load_quantized(base, dtype=dtype, device=device)
+    else:
+        model, _ = load_base(base, dtype=dtype, device=device)
+    model.name = absolute_path_or_name(base)  # also if the base is itself an adapter
+    return model
+
+
+def is_base_quantized(target: Path) -> bool:
+    """Return whether the adapter of a directory or checkpoint was trained on a 4-bit base model."""
+    if (config := config_of_checkpoint(target)) is not None:
+        # a base that is stored in the run's directory is already dequantized
+        return config.method.kind == "qlora" and stored_base(target) is None
+    path = target / QUANTIZATION_FILE
+    if path.is_file() and (kind := read_json(path)) != NF4_BASE:
+        raise ModelError(f"{path}: unsupported quantization of the base model: {kind}")
+    return path.is_file()
+
+
+def attach_trained_adapter(model: LanguageModel, target: Path) -> None:
+    """Attach the adapter of a directory or checkpoint to its base model, in place."""
+    if (config := config_of_checkpoint(target)) is None:
+        load_adapter(model, target)
+        return
+    if config.method.continues:
+        attach_trained_adapter(model, adapter_directory(str(config.language_model)))
+    else:
+        attach_from_config(model, config.method)
+    _copy_checkpoint_weights(model, target)
+
+
+def adapter_directory(name: str) -> Path:
+    """Return the adapter directory or checkpoint of a name; raise a ConfigError if it is not an adapter."""
+    target = expand_user(name) if config_of_checkpoint(name) is not None else local_model_directory(name)
+    if not isinstance(target, Path) or base_model_of(target) is None:
+        raise ConfigError(
+            f"method.continue: {name} is not an adapter",
+            hint="set model to a run, checkpoint or directory with an adapter, or remove method.continue",
+        )
+    return target
 
 
 def _load_quantized(
@@ -139,27 +180,30 @@ def _load_checkpoint(
     check_manifest(checkpoint)
     tokenizer, base = load_model_tokenizer(checkpoint), starting_model(checkpoint)
     assert base is not None
+    if config.method.kind != "full":
+        model = load_base_of_adapter(checkpoint, dtype=dtype, device=device)
+        attach_trained_adapter(model, checkpoint)
+        return model.eval(), tokenizer
     if isinstance(base, Preset):
         from whet.models.from_scratch.new_model import new_model
 
         model = new_model(base, tokenizer, seed=config.run.seed, mup=config.optim.mup)
         torch_device = choose_device(str(device or "auto"))
         model.to(torch_device, dtype or choose_precision("auto", torch_device).frozen)
-    elif config.method.kind == "qlora" and base == config.language_model:
-        # a base that is stored in the run's directory is already dequantized
-        model = _load_quantized(base, dtype=dtype, device=device)
     else:
         model, _ = load_base(base, dtype=dtype, device=device)
-    model.name = absolute_path_or_name(base_model_of(checkpoint) or checkpoint)
-    if config.method.kind == "full":
-        model.requires_grad_(True)
-    else:
-        attach_from_config(model, config.method)
+    model.name = absolute_path_or_name(checkpoint)
+    model.requires_grad_(True)
+    _copy_checkpoint_weights(model, checkpoint)
+    return model.eval(), tokenizer
+
+
+def _copy_checkpoint_weights(model: LanguageModel, checkpoint: Path) -> None:
+    """Copy the trained weights of a checkpoint into the model, without the heads of its objective."""
     weights = read_trained_parameters(model, checkpoint, extra_prefix=HEADS_PREFIX)
     for name, tensor in weights.items():
         check_weight(tensor, name, checkpoint)
     copy_trained_parameters(model, weights)
-    return model.eval(), tokenizer
 
 
 def load_base(

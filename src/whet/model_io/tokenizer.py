@@ -7,7 +7,13 @@ from typing import Any
 
 from whet.config.preset import Preset
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
-from whet.model_io.base_models import base_model_of, expand_user, local_model_directory, starting_model
+from whet.model_io.base_models import (
+    base_model_of,
+    config_of_checkpoint,
+    expand_user,
+    local_model_directory,
+    starting_model,
+)
 from whet.model_io.file_checks import check_links
 from whet.model_io.resolve_model import resolve_model
 from whet.model_io.safetensors import (
@@ -38,6 +44,9 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, stored_in: Path | Non
 
 def load_model_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """Return the tokenizer that `load` returns, without loading weights, or None if there is none."""
+    config = config_of_checkpoint(name_or_path)
+    if config is not None and config.method.continues:
+        return load_model_tokenizer(str(config.language_model))  # the one that the adapter was trained with
     if (start := starting_model(name_or_path)) is not None:
         run_tokenizer = run_directory_of(expand_user(name_or_path)) / TOKENIZER_DIRECTORY
         return load_tokenizer(run_tokenizer) if isinstance(start, Preset) else load_model_tokenizer(start)

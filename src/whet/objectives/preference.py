@@ -1,7 +1,7 @@
 """Preference optimization on pairs: DPO and IPO with a reference model, ORPO and SimPO without."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -156,21 +156,31 @@ class Preference(Objective):
             better, worse = (logprobs.view(-1, 2) / tokens).unbind(1)  # per token
             metrics |= _rewards(self.beta * better, self.beta * worse)
             if self.kind == "simpo":
-                return Loss({"loss": len(chosen) * simpo_loss(better, worse, self.beta, self.gamma)}, metrics)
-            terms = {"loss": len(chosen) * odds_ratio_loss(better, worse), "chosen_loss": -chosen.sum()}
-            return Loss(terms, metrics)
+                terms = {"loss": len(chosen) * simpo_loss(better, worse, self.beta, self.gamma)}
+            else:
+                terms = {"loss": len(chosen) * odds_ratio_loss(better, worse), "chosen_loss": -chosen.sum()}
+            return Loss(terms, metrics, outputs=_is_preferred(better, worse))
         reference = self._reference_logprobs(model, batch)
         ratios = logprobs - reference
         better, worse = ratios.view(-1, 2).unbind(1)
         metrics |= _rewards(self.beta * better, self.beta * worse)
         metrics["kl"] = ratios.sum()
+        preferred = _is_preferred(better, worse)
         if self.kind == "ipo":
             if self.logprobs == "mean":
                 better, worse = (ratios.view(-1, 2) / tokens).unbind(1)
             losses = (better - worse - 1 / (2 * self.beta)).square()
         else:
             losses = _dpo_losses(self.beta * (better - worse), self.label_smoothing)
-        return Loss({"loss": losses.sum()}, metrics, {"kl": "tokens"})
+        return Loss({"loss": losses.sum()}, metrics, {"kl": "tokens"}, outputs=preferred)
+
+    def summarise(self, outputs: Sequence[torch.Tensor], batches: Sequence[Batch]) -> dict[str, float]:
+        """Return the share of pairs whose chosen response has the higher reward.
+
+        It is counted over all pairs: a sum of the rounded shares of micro-batches may exceed 1.
+        """
+        preferred = torch.cat(list(outputs))
+        return {"eval_reward_accuracy": preferred.sum().item() / len(preferred)}
 
     def _reference_logprobs(self, model: LanguageModel, batch: Batch) -> torch.Tensor:
         if self.reference is None:
@@ -206,5 +216,10 @@ def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
         "reward_chosen": chosen.sum(),
         "reward_rejected": rejected.sum(),
         "reward_margin": (chosen - rejected).sum(),
-        "reward_accuracy": (chosen > rejected).float().sum(),
+        "reward_accuracy": _is_preferred(chosen, rejected).float().sum(),
     }
+
+
+def _is_preferred(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Return for each pair whether the reward of the chosen response is higher [pairs]."""
+    return (chosen > rejected).detach()

@@ -28,6 +28,7 @@ from whet.models.spec import ModelSpec
 from whet.models.transformers_bridge import Bridge
 from whet.ops.grouped_experts import grouped_mm_problem
 from whet.planning.model_facts import weights_directory
+from whet.recipes.frozen_models import initial_model
 from whet.recipes.recipe import INITIAL_MODEL, ColumnShape, Frozen, Recipe
 from whet.storage import read_json
 
@@ -96,6 +97,10 @@ def prepare_for_training(model: LanguageModel, config: RunConfig, precision: Pre
     if method.kind == "qlora":
         quantize_base(model, device=META, dtype=precision.frozen)
     model.to(dtype=precision.trained if method.kind == "full" else precision.frozen)
+    if method.continues:
+        from whet.model_io.continued_adapter import attach_continued
+
+        attach_continued(model, config)
     if method.variant == "pissa":  # has the shapes of LoRA, but would decompose weights that have no values
         method = method.model_copy(update={"variant": "lora"})
     make_trainable(model, method, dtype=precision.trained)
@@ -105,9 +110,16 @@ def prepare_for_training(model: LanguageModel, config: RunConfig, precision: Pre
 
 def read_frozen_models(
     recipe: Recipe[Any],  # Any: its section
+    model: LanguageModel,
     precision: Precision,
 ) -> dict[str, Frozen]:
-    """Return the frozen models of a run by role, on the meta device, with the dtypes that the run uses."""
+    """Return the frozen models of a run by role, on the meta device, with the dtypes that the run uses.
+
+    Args:
+        recipe: The recipe of the run.
+        model: The model that the run trains, on the meta device.
+        precision: The dtypes of the run.
+    """
     config = recipe.config
     is_full = config.method.kind == "full"
     frozen: dict[str, Frozen] = {}
@@ -115,7 +127,7 @@ def read_frozen_models(
         if spec.name == INITIAL_MODEL and spec.before_training:
             continue
         if spec.name == INITIAL_MODEL and not is_full:
-            frozen[role] = "adapters-off"
+            frozen[role] = initial_model(model, config)
             continue
         dtype = precision.trained if spec.trained_dtype and is_full else precision.frozen
         name = config.language_model if spec.name == INITIAL_MODEL else spec.name

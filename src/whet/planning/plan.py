@@ -40,7 +40,7 @@ from whet.planning.meta_model import (
 )
 from whet.planning.step_sizes import batch_shape, cache_bytes, parameters_by_part, step_settings
 from whet.recipes.recipe import Build
-from whet.recipes.registry import recipe_for
+from whet.recipes.registry import complete_config, recipe_for
 from whet.training.observe.step_flops import StepFlops, step_flops
 from whet.training.optim.optimizers import create_optimizer
 
@@ -153,7 +153,7 @@ class Planner:
         self.model = prepare_for_training(model, config, precision)
         self.recipe = recipe_for(config)
         self.step = self.recipe.step_shape()
-        self.frozen = read_frozen_models(self.recipe, precision)
+        self.frozen = read_frozen_models(self.recipe, self.model, precision)
         self.frozen_models = [model for model in self.frozen.values() if isinstance(model, LanguageModel)]
         self.objective = self._make_objective()
         heads = self.objective.heads
@@ -161,7 +161,10 @@ class Planner:
         self.trained = sum(p.numel() for p in trained_module.parameters() if p.requires_grad)
         self.trained_bytes = _bytes(p for p in trained_module.parameters() if p.requires_grad)
         self.model_bytes = _bytes([*trained_module.parameters(), *self.model.buffers()])
-        self.frozen_model_bytes = sum(_bytes(model.parameters()) for model in self.frozen_models)
+        own = {id(p) for p in self.model.parameters()}  # a reference may share the base weights
+        self.frozen_model_bytes = sum(
+            _bytes(p for p in model.parameters() if id(p) not in own) for model in self.frozen_models
+        )
         self.gathered_bytes = self._count_gathered_bytes()
         self.layers = len(list(self.model.blocks()))
         self.d_model = self.model.head().weight.shape[1]
@@ -395,6 +398,7 @@ def plan_run(
     """
     if isinstance(config.objective, CustomObjective) and not user_code:
         raise ConfigError(f"a plan of objective.kind {config.objective.kind} would run the user's code")
+    config = complete_config(config)
     cluster = find_cluster(config, gpus, network_gb_s=network_gb_s)
     target = find_target(device, config)
     parts = config.parts()

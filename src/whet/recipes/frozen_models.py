@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from whet.adapters.adapter import named_adapters
+from whet.config.run_config import RunConfig
 from whet.errors import ModelError, prefix_errors
 from whet.hardware import Precision
 from whet.model_io.fingerprints import weights_digest
@@ -23,6 +24,7 @@ def load_frozen_models(
     model: LanguageModel,
     tokenizer: Any,  # Any: a transformers tokenizer
     *,
+    config: RunConfig,
     precision: Precision,
 ) -> tuple[dict[str, Frozen], dict[str, str]]:
     """Load the frozen models of a run.
@@ -31,6 +33,7 @@ def load_frozen_models(
         specs: The frozen models of the recipe, by role.
         model: The trained model, before its first step.
         tokenizer: The tokenizer of the trained model.
+        config: The config of the run.
         precision: The dtypes of the run.
 
     Returns:
@@ -41,7 +44,7 @@ def load_frozen_models(
     for role, spec in specs.items():
         if spec.name == INITIAL_MODEL:
             if not spec.before_training:
-                frozen[role] = untrained_copy(model)
+                frozen[role] = initial_model(model, config)
             continue
         loaded = _load_by_name(spec, model, tokenizer, precision=precision)
         if spec.trained_dtype:
@@ -52,13 +55,20 @@ def load_frozen_models(
     return frozen, identities
 
 
-def untrained_copy(model: LanguageModel) -> Frozen:
-    """Return the model before its first step: "adapters-off" if it has adapters, or a frozen copy."""
-    if has_adapters(model):
+def initial_model(model: LanguageModel, config: RunConfig) -> Frozen:
+    """Return the model as it is before its first step: "adapters-off" for new adapters, or a frozen copy.
+
+    The copy of an adapter that the run continues shares the frozen base weights with the model, unless FSDP
+    will shard both.
+    """
+    if has_adapters(model) and not config.method.continues:
         log.info("reference: the model with its adapters disabled")
         return "adapters-off"
-    log.info("reference: a frozen copy of the model")
-    return copy.deepcopy(model).requires_grad_(False).eval()
+    log.info("reference: a frozen copy of the %s", "adapter" if has_adapters(model) else "model")
+    shared: list[torch.Tensor] = []
+    if has_adapters(model) and config.parallel.kind != "fsdp":
+        shared = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).requires_grad_(False).eval()
 
 
 def _load_by_name(

@@ -56,7 +56,10 @@ def build_language_model(
     device: torch.device,
     precision: Precision,
 ) -> tuple[LanguageModel, str]:
-    """Return the model with its adapters, ready to train, and the hash of its untrained weights."""
+    """Return the model with its adapters, ready to train, and the hash of its weights before training.
+
+    With method.continue, the hash includes the adapter that the run starts from.
+    """
     method = config.method
     log.info("device: %s; precision %s; attention: %s", device, precision.reason, describe_backend(device))
     dtype = precision.trained if method.kind == "full" else precision.frozen
@@ -78,6 +81,10 @@ def _load_untrained_model(
     dtype: torch.dtype,
 ) -> LanguageModel:
     name = config.language_model
+    if config.method.continues:
+        from whet.model_io.continued_adapter import load_continued
+
+        return load_continued(config, dtype=dtype, device=device)
     if isinstance(name, Preset):
         from whet.models.from_scratch.new_model import new_model
 

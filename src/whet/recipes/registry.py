@@ -44,3 +44,12 @@ def recipe_for(config: RunConfig, given: Given | None = None) -> "Recipe[Any]": 
 def record_needs(config: RunConfig) -> Needs:
     """Return which parts of the records a config's objective reads, without importing a custom objective."""
     return Needs() if isinstance(config.objective, CustomObjective) else recipe_for(config).needs()
+
+
+def complete_config(config: RunConfig) -> RunConfig:
+    """Return the config with the settings of the adapter that method.continue trains further."""
+    if not config.method.continues:
+        return config
+    from whet.model_io.continued_adapter import resolve_continued
+
+    return resolve_continued(config)

@@ -21,7 +21,7 @@ from whet.objectives.objective import Objective
 from whet.parallel.preflight import check_device
 from whet.parallel.process_group import SINGLE_PROCESS, World
 from whet.recipes.recipe import Build, Recipe
-from whet.recipes.registry import recipe_for
+from whet.recipes.registry import complete_config, recipe_for
 from whet.run_directory import start_date
 from whet.runs.build_callbacks import check_callbacks
 from whet.training.callbacks import Callback
@@ -121,7 +121,9 @@ def _complete_language_model(recipe: Recipe[Any], b: Build) -> None:  # Any: its
     if specs := recipe.frozen_models():
         from whet.recipes.frozen_models import load_frozen_models
 
-        b.frozen, b.identities = load_frozen_models(specs, b.model, b.tokenizer, precision=b.precision)
+        b.frozen, b.identities = load_frozen_models(
+            specs, b.model, b.tokenizer, config=b.config, precision=b.precision
+        )
 
 
 def _add_router_losses(objective: Objective, b: Build) -> tuple[Objective, list[Callback]]:
@@ -141,7 +143,7 @@ def _add_router_losses(objective: Objective, b: Build) -> tuple[Objective, list[
 def open_assembly(config: RunConfig) -> Iterator[Assembly]:
     """Assemble a run without training it, to inspect its model, objective and steps."""
     with contextlib.ExitStack() as stack:
-        yield assemble(config, stack, directory=config.directory)
+        yield assemble(complete_config(config), stack, directory=config.directory)
 
 
 def _seed(seed: int) -> None:

@@ -23,7 +23,7 @@ from whet.planning.meta_model import (
 from whet.recipes.frozen_models import check_same_vocabulary
 from whet.recipes.model_setup import use_fp8
 from whet.recipes.recipe import INITIAL_MODEL, Build, Frozen, Recipe
-from whet.recipes.registry import recipe_for
+from whet.recipes.registry import complete_config, recipe_for
 from whet.training.optim.optimizers import create_optimizer
 from whet.training.router_balancing import add_router_objective
 
@@ -35,6 +35,7 @@ def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
         config: The run's config.
         tokens: The vocabulary size, if the model is new and its tokenizer is trained on the data.
     """
+    config = complete_config(config)
     recipe = recipe_for(config)
     recipe.check()
     device = choose_device(config.run.device)
@@ -43,7 +44,7 @@ def check_assembly(config: RunConfig, *, tokens: int | None = None) -> None:
     prepare_for_training(model, config, precision)
     if config.run.fp8:
         use_fp8(model, config.method.kind, device=device)
-    frozen = read_frozen_models(recipe, precision)
+    frozen = read_frozen_models(recipe, model, precision)
     _check_vocabularies(recipe, frozen, model)
     with contextlib.ExitStack() as stack:
         recipe.start(stack)  # starts the reward functions, or raises their error

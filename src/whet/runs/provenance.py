@@ -3,8 +3,9 @@
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ def collect_provenance(
     start_date: date,
     token_digests: Mapping[str, str],
     frozen_models: Mapping[str, str] | None = None,
+    continues: Sequence[Mapping[str, Any]] = (),  # Any: JSON values
 ) -> dict[str, object]:
     """Return the contents of provenance.json: everything that is needed to reproduce a run.
 
@@ -30,13 +32,16 @@ def collect_provenance(
         start_date: The day on which the run was started.
         token_digests: Hash of each source's tokens.
         frozen_models: Hash of each frozen model's weights, by name.
+        continues: The adapters that the run continues to train, the latest first.
     """
+    chain = {"continues": list(continues)} if continues else {}
     return {
         "began": start_date.isoformat(),
         "versions": versions(),
         "machine": describe_machine(device),
         "git_commit": git_commit(),
         "base": base_digest,
+        **chain,
         "other_models": dict(frozen_models or {}),
         "data_sha256": dict(data_digests),
         "tokens_sha256": dict(token_digests),

@@ -39,6 +39,7 @@ from whet.parallel.preflight import (
 )
 from whet.parallel.process_group import World, distributed_world, was_restarted
 from whet.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from whet.recipes.registry import complete_config
 from whet.run_directory import (
     CHECKPOINTS_DIRECTORY,
     CONFIG_FILE,
@@ -94,7 +95,7 @@ def train(config: ConfigLike, callbacks: Iterable[Callback] = (), given: Given |
         given: Python objects that the config refers to: records, reward functions, metrics, an objective.
     """
     given = given or Given()
-    config = bind_config(config, given)
+    config = complete_config(bind_config(config, given))
     directory = config.directory
     if was_restarted() and is_run_of_config(config, directory):
         return resume(directory, callbacks, given)
@@ -268,7 +269,16 @@ class _Run:
             start_date=assembly.start_date,
             token_digests=assembly.data.token_digests(),
             frozen_models=assembly.build.identities,
+            continues=self._continued_adapters(),
         )
+
+    def _continued_adapters(self) -> list[dict[str, Any]]:  # Any: JSON values
+        """Return the adapters that this run continues to train, the latest first."""
+        if not self.config.method.continues:
+            return []
+        from whet.model_io.continued_adapter import continued_chain
+
+        return continued_chain(self.config)
 
     def _check_inputs_unchanged(
         self,

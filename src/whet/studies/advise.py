@@ -17,7 +17,7 @@ from whet.errors import ModelError
 from whet.model_io.tokenizer import load_model_tokenizer, new_tokenizer
 from whet.planning.model_facts import model_facts
 from whet.recipes.mix import MixData
-from whet.recipes.registry import recipe_for
+from whet.recipes.registry import complete_config, recipe_for
 
 Severity = Literal["info", "warn", "error"]
 
@@ -39,6 +39,7 @@ class Advice:
 
 def advise(config: RunConfig) -> list[Advice]:
     """Return all findings, errors first; a check without problems gives an `info`."""
+    config = complete_config(config)
     data: Any = recipe_for(config).open_data()  # Any: RunData or MixData
     tokenizer = _tokenizer(config, data)
     data.prepare(tokenizer)
@@ -93,7 +94,8 @@ def _learning_rate(config: RunConfig, parameters: int | None) -> Iterator[Advice
     adapter_limit, full_limit = next(pair[1:] for pair in LEARNING_RATES if parameters <= pair[0])
     usual = full_limit if is_full else adapter_limit
     method = "full fine-tuning" if is_full else "adapters"
-    subject = f"{method} of a model with {parameters / 1e6:,.0f} million parameters"
+    size = f"{parameters / 1e6:,.0f} million" if parameters >= 1e6 else f"{parameters:,}"
+    subject = f"{method} of a model with {size} parameters"
     if isinstance(config.language_model, Preset):
         yield Advice(
             key,

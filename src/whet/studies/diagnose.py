@@ -11,6 +11,7 @@ from whet.data.batches import Batch
 from whet.errors import ConfigError
 from whet.objectives.objective import Objective
 from whet.recipes.quality.tabular_model import TabularModel
+from whet.recipes.registry import complete_config
 from whet.runs.assemble import open_assembly
 from whet.studies.dtype_comparison import Diagnosis, DtypeComparison
 from whet.training.loss import total_weights
@@ -20,6 +21,7 @@ MAX_LOGITS = 2**25  # logits to compare; longer batches are truncated to their f
 
 def diagnose(config: RunConfig) -> Diagnosis:
     """Build a run in fp32 and compare the gradients of its first micro-batch between dtypes."""
+    config = complete_config(config)
     if config.method.kind == "qlora":
         raise ConfigError(
             "whet diagnose compares dtypes, which is not possible with the 4-bit base weights of qlora",

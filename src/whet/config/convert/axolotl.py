@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from whet.config.convert.training_arguments import set_rewards
+from whet.config.convert.training_arguments import (
+    set_adam,
+    set_interval,
+    set_length,
+    set_parallel,
+    set_rewards,
+)
 from whet.config.convert.translation import Translation, Values
 
 _OBJECTIVES = ("dpo", "ipo", "orpo", "simpo", "grpo")
@@ -51,7 +57,7 @@ def translate(t: Translation) -> None:
     if group is not None:  # axolotl counts completions, whet prompts
         completions = t.sections["run"].get("batch_size", group)
         t.set("run.batch_size", max(1, completions // group), "completions per step / trl.num_generations")
-    _translate_length(t)
+    set_length(t, "num_epochs", default=1)
     _translate_optimizer(t)
     _translate_run(t)
 
@@ -96,7 +102,7 @@ def _translate_method(t: Translation) -> None:
     if str(t.take("peft_init_lora_weights", "")).startswith("pissa"):
         t.set("method.variant", "pissa", "peft_init_lora_weights")
     if t.has("lora_model_dir"):
-        t.report("lora_model_dir", "merge that adapter first (whet merge), and name the result as `model`")
+        t.report("lora_model_dir", "set `model` to that adapter, and method.continue to true")
     t.skip(
         "whet chooses its kernels itself",
         "lora_mlp_kernel",
@@ -176,18 +182,6 @@ def _source(t: Translation, key: str, entry: dict[str, Any]) -> str:  # Any: YAM
     return t.source_name(path, config=entry.get("name"), split=entry.get("split"))
 
 
-def _translate_length(t: Translation) -> None:
-    if t.take("max_steps", 0) > 0:
-        t.set("run.steps", t.take("max_steps"), "max_steps")
-        t.take("num_epochs")
-        return
-    epochs = float(t.take("num_epochs", 1))
-    comment = t.origin("num_epochs")
-    t.set("run.epochs", max(1, round(epochs)), comment)
-    if epochs != round(epochs):
-        t.report("num_epochs", "run.epochs counts complete passes: set run.steps for a part of one")
-
-
 def _translate_optimizer(t: Translation) -> None:
     t.set_optimizer("optimizer")
     t.move("learning_rate", "optim.lr", float)
@@ -200,10 +194,7 @@ def _translate_optimizer(t: Translation) -> None:
         t.move("warmup_ratio", "optim.warmup", float, default=0.03)
     t.move("weight_decay", "optim.weight_decay")
     t.move("max_grad_norm", "optim.clip", lambda norm: norm or None)
-    if t.has("adam_beta1") or t.has("adam_beta2"):
-        betas = [t.take("adam_beta1", 0.9), t.take("adam_beta2", 0.999)]
-        t.set("optim.betas", betas, "adam_beta1, adam_beta2")
-    t.move("adam_epsilon", "optim.eps")
+    set_adam(t)
 
 
 def _translate_run(t: Translation) -> None:
@@ -220,11 +211,7 @@ def _translate_run(t: Translation) -> None:
     sinks = {"wandb_project": "wandb", "mlflow_tracking_uri": "mlflow", "use_tensorboard": "tensorboard"}
     if names := [sink for key, sink in sinks.items() if t.take(key)]:
         t.set("log.sinks", names, "wandb_project, mlflow_tracking_uri, use_tensorboard")
-    for key in ("deepspeed", "fsdp", "fsdp_config"):
-        if t.take(key):
-            t.set("parallel.kind", "fsdp", key)
-    if t.gpus > 1 and "parallel" not in t.sections:
-        t.set("parallel.kind", "ddp", f"{t.gpus} GPUs")
+    set_parallel(t, "deepspeed", "fsdp", "fsdp_config")
     t.skip(
         "whet chooses it itself",
         *(
@@ -250,12 +237,8 @@ def _translate_intervals(t: Translation) -> None:
         ("save_steps", "checkpoint.every"),
         ("logging_steps", "log.every"),
     ):
-        if not t.has(key):
-            continue
-        if 0 < t.take(key) < 1:
-            t.report(key, f"{target} counts steps: set it to this share of the run's steps")
-        else:
-            t.move(key, target, int)
+        if t.has(key):
+            set_interval(t, key, target)
     for key, target in (("evals_per_epoch", "eval.every"), ("saves_per_epoch", "checkpoint.every")):
         if t.has(key):
             t.report(

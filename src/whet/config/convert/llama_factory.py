@@ -75,7 +75,7 @@ def _translate_method(t: Translation) -> None:
         if t.take(key):
             t.set("method.variant", variant, key)
     if t.has("adapter_name_or_path"):
-        t.report("adapter_name_or_path", "merge it first (whet merge), and name the result as `model`")
+        t.report("adapter_name_or_path", "set `model` to that adapter, and method.continue to true")
 
 
 def _targets(value: str) -> str | list[str]:

@@ -39,7 +39,9 @@ def translate(t: Translation) -> None:
         t.set("log.sinks", [name.strip() for name in str(t.take("report_to")).split(",")], "report_to")
     if t.has("resume_adapter_file"):
         t.report(
-            "resume_adapter_file", "`whet resume RUN` resumes a run with its optimizer and data position"
+            "resume_adapter_file",
+            "to train an adapter further, set `model` to its directory and method.continue to true; "
+            "`whet resume RUN` resumes a run with its optimizer and data position",
         )
     t.skip("whet always does so", "train", "test_batches")
     t.skip(

@@ -1,4 +1,4 @@
-"""The arguments of transformers' Trainer, which TRL and LLaMA-Factory share."""
+"""The arguments of transformers' Trainer, which TRL and LLaMA-Factory share, and axolotl in part."""
 
 from whet.config.convert.translation import Translation
 
@@ -16,7 +16,7 @@ def translate_training_arguments(t: Translation, *, lr: float, packed_length: in
         f"per_device_train_batch_size {rows} * gradient_accumulation_steps {accumulation}",
         packed_length=packed_length,
     )
-    set_length(t)
+    set_length(t, "num_train_epochs", default=3)
     t.move("learning_rate", "optim.lr", float, default=lr)
     t.set_optimizer("optim")
     t.set_schedule("lr_scheduler_type", default="linear")
@@ -25,21 +25,14 @@ def translate_training_arguments(t: Translation, *, lr: float, packed_length: in
     if t.take("weight_decay"):
         t.set("optim.decay_embeddings", True, "transformers decays embeddings too")
     t.move("max_grad_norm", "optim.clip", lambda norm: norm or None, default=1.0)
-    if t.has("adam_beta1") or t.has("adam_beta2"):
-        betas = [t.take("adam_beta1", 0.9), t.take("adam_beta2", 0.999)]
-        t.set("optim.betas", betas, "adam_beta1, adam_beta2")
-    t.move("adam_epsilon", "optim.eps")
+    set_adam(t)
     set_precision(t)
     t.move("gradient_checkpointing", "run.grad_checkpoint", bool)
     t.move("torch_compile", "run.compile", bool)
     t.move("seed", "run.seed", default=42)
     set_intervals(t)
     t.set_output("output_dir", default="runs/run")
-    for key in ("deepspeed", "fsdp"):
-        if t.has(key) and t.take(key):
-            t.set("parallel.kind", "fsdp", key)
-    if t.gpus > 1 and "parallel" not in t.sections:
-        t.set("parallel.kind", "ddp", f"{t.gpus} GPUs")
+    set_parallel(t, "deepspeed", "fsdp")
     t.skip(
         _WORKERS,
         *("dataloader_num_workers", "preprocessing_num_workers", "dataset_num_proc", "ddp_timeout"),
@@ -63,17 +56,33 @@ def translate_training_arguments(t: Translation, *, lr: float, packed_length: in
     t.skip("the tokenizer of the model is used", "use_fast_tokenizer")
 
 
-def set_length(t: Translation) -> None:
+def set_length(t: Translation, epochs_key: str, *, default: int) -> None:
     """Translate max_steps, or the number of epochs."""
     if t.take("max_steps", -1) > 0:
         t.set("run.steps", t.take("max_steps"), "max_steps")
-        t.skip("max_steps decides", "num_train_epochs")
+        t.skip("max_steps decides", epochs_key)
         return
-    epochs = float(t.take("num_train_epochs", 3))
-    comment = t.origin("num_train_epochs")
-    t.set("run.epochs", max(1, round(epochs)), comment)
+    epochs = float(t.take(epochs_key, default))
+    t.set("run.epochs", max(1, round(epochs)), t.origin(epochs_key))
     if epochs != round(epochs):
-        t.report("num_train_epochs", "run.epochs counts complete passes: set run.steps for a part of one")
+        t.report(epochs_key, "run.epochs counts complete passes: set run.steps for a part of one")
+
+
+def set_adam(t: Translation) -> None:
+    """Translate the betas and epsilon of Adam."""
+    if t.has("adam_beta1") or t.has("adam_beta2"):
+        betas = [t.take("adam_beta1", 0.9), t.take("adam_beta2", 0.999)]
+        t.set("optim.betas", betas, "adam_beta1, adam_beta2")
+    t.move("adam_epsilon", "optim.eps")
+
+
+def set_parallel(t: Translation, *keys: str) -> None:
+    """Translate sharding, which one of these keys turns on, and data parallelism."""
+    for key in keys:
+        if t.take(key):
+            t.set("parallel.kind", "fsdp", key)
+    if t.gpus > 1 and "parallel" not in t.sections:
+        t.set("parallel.kind", "ddp", f"{t.gpus} GPUs")
 
 
 def set_warmup(t: Translation) -> None:
@@ -98,7 +107,7 @@ def set_intervals(t: Translation) -> None:
     """Translate how often a run evaluates, saves and logs."""
     strategy = str(t.take("eval_strategy", t.take("evaluation_strategy", "no")))
     if strategy == "steps" and t.take("eval_steps"):
-        _set_interval(t, "eval_steps", "eval.every")
+        set_interval(t, "eval_steps", "eval.every")
     elif strategy == "epoch":
         t.report(
             "eval_strategy", "eval.every counts steps: set it to the steps of an epoch (whet data shows them)"
@@ -107,14 +116,14 @@ def set_intervals(t: Translation) -> None:
         t.skip("there is no evaluation without eval_strategy", "eval_steps")
     save = str(t.take("save_strategy", "steps"))
     if save == "steps" and t.has("save_steps"):
-        _set_interval(t, "save_steps", "checkpoint.every")
+        set_interval(t, "save_steps", "checkpoint.every")
     elif save == "epoch":
         t.report("save_strategy", "checkpoint.every counts steps, 100 unless set; a run always saves its end")
     else:
         t.take("save_steps")
     t.move("save_total_limit", "checkpoint.keep")
     if t.take("logging_steps"):
-        _set_interval(t, "logging_steps", "log.every")
+        set_interval(t, "logging_steps", "log.every")
     if t.take("load_best_model_at_end"):
         t.set("eval.early_stop.patience", 10**6, "load_best_model_at_end: final/ gets the best weights")
     set_sinks(t, "report_to")
@@ -125,7 +134,8 @@ def set_intervals(t: Translation) -> None:
         )
 
 
-def _set_interval(t: Translation, key: str, target: str) -> None:
+def set_interval(t: Translation, key: str, target: str) -> None:
+    """Translate an interval in steps; other tools also accept a share of the run."""
     value = t.take(key)
     if 0 < value < 1:
         t.report(key, f"{target} counts steps: set it to this share of the run's steps")

@@ -17,12 +17,12 @@ from whet.data.inspect.source_shares import SourceShare, source_shares
 from whet.data.inspect.special_tokens import MarkerUse, count_markers, split_template_markers
 from whet.data.inspect.step_facts import RunCost, StepFacts
 from whet.data.inspect.token_text import Piece, TokenText
-from whet.data.run_data import RunData
+from whet.data.run_data import RunData, describe_split_conversations
 from whet.data.sources.source import MAX_REASONS
 from whet.data.sources.splits import TRAINING_SPLITS
-from whet.data.tokens.chat_template import probe_tokenizer
+from whet.data.templates.chat import probe_tokenizer
+from whet.data.templates.probe import TemplateProbe
 from whet.data.tokens.examples import StoredExamples, StoredPairs
-from whet.data.tokens.template_probe import TemplateProbe
 from whet.errors import WhetError
 from whet.models.costs import ModelSummary
 
@@ -77,6 +77,8 @@ class SplitFacts:
     skipped: int
     reasons: tuple[str, ...]  # for the first skipped records
     hint: str | None  # how to fix the first of them
+    split: str | None  # conversations that became several examples, as text
+    lost_turns: int  # turns that cannot follow their prompt
     only_last: int  # conversations of which only the last assistant turn is supervised
     duplicates: Duplicates
     doubled_bos: int
@@ -180,7 +182,7 @@ def split_facts(
         pairs=data.needs.pairs,
         classes=describe_split_classes(data, name),
         record_formats=counted.formats,
-        records=len(store) // sides,
+        records=len(store) // sides - store.notes.get("turn_examples", 0) + store.notes.get("split", 0),
         examples=len(examples),
         tokens=tokens,
         supervised=examples.supervised,
@@ -190,6 +192,8 @@ def split_facts(
         skipped=store.notes["skipped"],
         reasons=tuple(store.notes["reasons"]),
         hint=store.notes.get("hint"),
+        split=describe_split_conversations(store.notes),
+        lost_turns=store.notes.get("lost_turns", 0),
         only_last=store.notes["only_last"],
         duplicates=duplicates(store, scanned.hashes),
         doubled_bos=scanned.doubled_bos,

@@ -63,7 +63,13 @@ def _record_problems(split: SplitFacts, *, strict: bool) -> Iterator[Problem]:
         yield Problem(
             f"{split.name}: the chat template rewrites earlier turns of "
             f"{_format_conversations(split.only_last)}, so only the last assistant turn is supervised",
-            "set data.supervise to last or all to choose explicitly",
+            "set data.turns to auto, to train on all of them as several examples",
+        )
+    if split.lost_turns:
+        yield Problem(
+            f"{split.name}: {split.lost_turns:,} assistant turns cannot follow the prompt that the model is "
+            "served, and are not supervised",
+            "set data.turns to each to see the error, or mask them with weight: 0",
         )
 
 

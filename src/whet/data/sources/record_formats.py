@@ -4,8 +4,9 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from whet.config.data import FormatName
 from whet.data.sources.chat_messages import parse_messages, parse_tools
 from whet.data.sources.peer_formats import (
     Fields,
@@ -20,18 +21,6 @@ from whet.data.sources.peer_formats import (
     require_string,
 )
 from whet.errors import DataError
-
-FormatName = Literal[
-    "messages",
-    "preference",
-    "completion",
-    "tokens",
-    "classification",
-    "tabular",
-    "distrust",
-    "text",
-    "prompt",
-]
 
 
 @dataclass(frozen=True)

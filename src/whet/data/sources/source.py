@@ -6,12 +6,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
-from whet.config.data import WeightedSource
+from whet.config.data import Format, FormatName, WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import is_archive, missing_path_error
 from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, files_content
-from whet.data.sources.record_formats import FormatName, find_format, normalize_record
+from whet.data.sources.record_formats import find_format, normalize_record
 from whet.data.sources.splits import Split, archive_content, directory_content, glob_content, has_split
 from whet.errors import DataError
 from whet.lazy_import import load_object
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from whet.data.sources.python_rows import PythonRows
 
 OnBad = Literal["error", "skip"]
-Format = FormatName | Literal["auto"]
 SourceSpec = str | Sequence[str] | Sequence[WeightedSource]
 GivenRows = Mapping[str, "PythonRows"]  # records passed from Python, by placeholder name
 

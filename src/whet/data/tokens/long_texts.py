@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from whet.data.tokens.tokenize import MAX_WINDOW_CHARS
 from whet.errors import DataError
 
-MAX_WINDOW_CHARS = 2**20  # longer texts are tokenized in windows of this size
 OVERLAP_CHARS = 2**16  # shared by adjacent windows
 _MATCH_CHARS = 2**12  # on each side of a cut, within which both windows must have the same tokens
 MAX_UNSPLIT_CHARS = 2**22  # limit for a text whose windows do not agree: about 1 GB of memory

@@ -1,6 +1,7 @@
 """The loss mask: which turns are supervised, and the weight of each token."""
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from whet.data.sources.message_weights import has_part_weight
 from whet.errors import DataError
 
 Supervise = str | Sequence[str]  # assistant, last, all, completion, or a list of roles
+# the examples of a conversation whose earlier turns the template rewrites: as few as possible, the last turn
+# only, or one per turn
+Turns = Literal["auto", "last", "each"]
 RULES = ("assistant", "last", "all", "completion")
 WeightedSpan = tuple[int, int, float]
 

@@ -12,12 +12,14 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from whet.config.data import Format
 from whet.data.sources.record_formats import describe_fields, require_number
-from whet.data.sources.source import MAX_REASONS, Format, Record, Skipped, Source, validate_record
-from whet.data.tokens.chat_template import Renderer, Rendering
+from whet.data.sources.source import MAX_REASONS, Record, Skipped, Source, validate_record
+from whet.data.tokens.chat_template import Renderer
 from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
-from whet.data.tokens.loss_mask import Supervise
+from whet.data.tokens.loss_mask import Supervise, Turns
+from whet.data.tokens.rendering import Rendering
 from whet.data.tokens.token_store import TokenStore, open_store, write_store
 from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
@@ -27,14 +29,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("whet")
 
-VERSION = 8  # of rendering and encoding; a new version invalidates all stores
+VERSION = 9  # of rendering and encoding; a new version invalidates all stores
 _LABELS_VERSION = 1  # of `ClassLabels`; 1 supports soft labels, which were bad records before
 _CHUNK_RECORDS = 1000
 _CHUNK_CHARACTERS = 300_000  # per chunk: bounds memory, and is enough to occupy all threads
 
 
 def encode_records(
-    records: Iterable[Record], tokenizer: Any, *, supervise: Supervise = "assistant"
+    records: Iterable[Record],
+    tokenizer: Any,
+    *,
+    supervise: Supervise = "assistant",
+    turns: Turns = "auto",
 ) -> list[Example]:
     """Tokenize records into examples in memory, for custom training loops.
 
@@ -42,23 +48,26 @@ def encode_records(
         records: The records, for example from `open_source`.
         tokenizer: A fast transformers tokenizer.
         supervise: Which tokens are supervised: `assistant`, `last`, `all`, `completion` or a list of roles.
+        turns: The examples of a conversation whose earlier turns the chat template rewrites: `auto` (as few
+            as possible), `last` (the last turn only) or `each` (one per turn).
 
     Returns:
-        One example per record, with token ids, a loss mask and, if the record has any, loss weights.
+        One example per record, or several of a conversation whose earlier turns the template rewrites. Each
+        has token ids, a loss mask and, if the record has any, loss weights.
 
     Raises:
         DataError: A record cannot be rendered, or has no supervised token.
     """
-    renderer, encoder = Renderer(tokenizer, supervise=supervise), Encoder(tokenizer)
-    return [encoder.encode_one(_render(renderer, record)) for record in records]
+    renderer, encoder = Renderer(tokenizer, supervise=supervise, turns=turns), Encoder(tokenizer)
+    return [encoder.encode_one(each) for record in records for each in _render(renderer, record)]
 
 
-def _render(renderer: Renderer, record: Record) -> Rendering:
-    """Return the text of a record, or its token ids if it is already tokenized."""
+def _render(renderer: Renderer, record: Record) -> tuple[Rendering, ...]:
+    """Return the texts of a record, or its token ids if it is already tokenized."""
     record = record if record.record_format else validate_record(record)
     if record.record_format == "tokens":
-        return render_tokens(record, supervise=renderer.supervise)
-    return renderer.render(record)
+        return (render_tokens(record, supervise=renderer.supervise),)
+    return renderer.render_turns(record)
 
 
 @dataclass
@@ -67,7 +76,18 @@ class _Tally:
 
     audit: FieldAudit
     skipped: Skipped = field(default_factory=Skipped)
-    only_last: int = 0
+    only_last: int = 0  # conversations of which only the last turn is supervised
+    split: int = 0  # conversations with several examples
+    turn_examples: int = 0  # the examples of these
+    lost_turns: int = 0  # turns that are not supervised, because they cannot follow their prompt
+
+    def add(self, group: Sequence[Rendering], *, pairs: bool) -> None:
+        """Count the examples of one record."""
+        self.only_last += group[0].only_last
+        self.lost_turns += sum(rendering.lost_turns for rendering in group)
+        if len(group) > 1 and not pairs:
+            self.split += 1
+            self.turn_examples += len(group)
 
     def notes(self, source: Source) -> dict[str, Any]:  # Any: JSON values
         skipped = [part for part in (source.skipped, self.skipped) if part.count]
@@ -76,6 +96,9 @@ class _Tally:
             "reasons": [reason for part in skipped for reason in part.reasons][:MAX_REASONS],
             "hint": skipped[0].hint if skipped else None,
             "only_last": self.only_last,
+            "split": self.split,
+            "turn_examples": self.turn_examples,
+            "lost_turns": self.lost_turns,
             "unread": self.audit.counts(),
         }
 
@@ -98,6 +121,7 @@ class Preparation:
         weights: bool = True,
         template_args: Mapping[str, Any] | None = None,  # Any: JSON values
         supervise_thinking: bool = True,
+        turns: Turns = "auto",
     ) -> None:
         self.renderer = Renderer(
             tokenizer,
@@ -106,6 +130,7 @@ class Preparation:
             today=today,
             template_args=template_args,
             supervise_thinking=supervise_thinking,
+            turns=turns,
         )
         self.encoder = Encoder(tokenizer)
         self.cache = cache
@@ -159,7 +184,7 @@ class Preparation:
 
     def _key(self, source: Source) -> str:
         """Return a hash of everything the tokens depend on."""
-        tokenizer = self.renderer.tokenizer
+        tokenizer, template = self.renderer.tokenizer, self.renderer.template
         parts = {
             "version": VERSION,
             "source": source.digest(),
@@ -169,14 +194,15 @@ class Preparation:
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "supervise": self.renderer.supervise,
             "allow_empty": self.renderer.allow_empty,
-            "template_args": self.renderer.template_args,
-            "supervise_thinking": self.renderer.supervise_thinking,
+            "template_args": template.arguments,
+            "supervise_thinking": self.renderer.conversations.supervise_thinking,
+            "turns": self.renderer.conversations.turns,
             "columns": self.columns,
             "pairs": self.pairs,
             "form": self.form,
         }
-        if self.renderer.is_dated:
-            parts["today"] = self.renderer.today.isoformat()
+        if template.is_dated:
+            parts["today"] = template.today.isoformat()
         if self.labels is not None:
             parts["labels"] = [self.labels.names, self.labels.multi_label, _LABELS_VERSION]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -191,7 +217,7 @@ class Preparation:
                 if errors:
                     self._handle_bad_record(errors[0], tally)
                     continue
-                tally.only_last += group[0].only_last
+                tally.add(group, pairs=self.pairs)
                 empty = False
                 yield from (example for example in examples if isinstance(example, Example))
         if empty:
@@ -249,7 +275,7 @@ class Preparation:
             return self.renderer.render_pair(record)
         if self.labels is not None:
             return (self.renderer.render_classification(record),)
-        return (_render(self.renderer, record),)
+        return _render(self.renderer, record)
 
     def _column_values(self, record: Record) -> tuple[float, ...]:
         columns = tuple(_require_column(record, name) for name in self.columns)

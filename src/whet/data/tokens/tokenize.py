@@ -4,19 +4,22 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from whet.data.sources.source import Record
-from whet.data.tokens.chat_template import RenderedPrompt, Rendering
 from whet.data.tokens.examples import Example
-from whet.data.tokens.long_texts import MAX_WINDOW_CHARS, Tokens, encode_long
 from whet.data.tokens.loss_mask import Supervise, token_weights, tokens_inside
+from whet.data.tokens.rendering import RenderedPrompt, Rendering
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.errors import DataError
 
+if TYPE_CHECKING:
+    from whet.data.tokens.long_texts import Tokens
+
+MAX_WINDOW_CHARS = 2**20  # longer texts are tokenized in windows of this size
 _IGNORED = -100  # the label of a token that is not supervised, as in PyTorch's cross-entropy
 
 
@@ -124,7 +127,9 @@ class Encoder:
                 encodings[index] = encoding
         return encodings
 
-    def _encode_long(self, rendering: Rendering, *, special: bool) -> Tokens | DataError:
+    def _encode_long(self, rendering: Rendering, *, special: bool) -> "Tokens | DataError":
+        from whet.data.tokens.long_texts import encode_long
+
         def encode(text: str) -> Any:  # Any: tokenizers' Encoding
             return self._backend.encode(text, add_special_tokens=special)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from whet.adapters.adapter import LoRASettings
 from whet.adapters.nf4 import BLOCK, NF4Linear
 from whet.errors import ConfigError
 from whet.lazy_import import load_object
@@ -11,7 +12,7 @@ from whet.model_io.config_json import write_generation_config
 from whet.model_io.file_checks import check_links
 from whet.model_io.formats.adapter_state import MLX_WEIGHTS, attach_stored, collect_adapter
 from whet.model_io.formats.classifier_head import StoredHead
-from whet.model_io.formats.peft import read_peft
+from whet.model_io.formats.peft import read_peft, read_peft_settings
 from whet.model_io.resolve_model import hub_id
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.language_model import LanguageModel
@@ -99,3 +100,12 @@ def load_adapter(model: LanguageModel, directory: str | Path) -> LanguageModel:
         stored = read_peft(directory, model)
     attach_stored(model, stored, directory=directory)
     return model
+
+
+def read_adapter_settings(directory: Path) -> LoRASettings:
+    """Read the settings of an adapter directory in either layout; some layers may have others."""
+    check_links(directory)
+    if (directory / MLX_WEIGHTS).is_file():
+        settings: LoRASettings = load_object("whet.model_io.formats.mlx:read_mlx_settings")(directory)
+        return settings
+    return read_peft_settings(directory)

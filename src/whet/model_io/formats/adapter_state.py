@@ -150,7 +150,12 @@ def _base_weight_problems(model: LanguageModel, stored: StoredAdapter) -> list[s
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two tensors are equal up to the rounding of the narrower dtype."""
+    """Return whether two tensors are equal up to the rounding of the narrower dtype.
+
+    In plans the model has no values, so nothing is compared.
+    """
+    if expected.is_meta:
+        return True
     actual, expected = actual.float(), expected.detach().float().cpu()
     return bool((actual - expected).norm() <= 1e-2 * expected.norm())
 

@@ -78,8 +78,8 @@ def _keys(model: LanguageModel, stored: StoredAdapter) -> tuple[list[str], int]:
     return sorted(keys | outside), len(adapted_blocks)
 
 
-def read_mlx(directory: Path) -> StoredAdapter:
-    """Read an adapter that mlx-lm or `write_mlx` wrote."""
+def read_mlx_settings(directory: Path) -> LoRASettings:
+    """Read the settings of all layers from adapter_config.json."""
     config = read_json(directory / CONFIG)
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
@@ -93,14 +93,19 @@ def read_mlx(directory: Path) -> StoredAdapter:
     with invalid_input_errors(f"{directory / CONFIG} is invalid"):
         rank, scale = int(parameters["rank"]), float(parameters["scale"])
         dropout = float(parameters.get("dropout") or 0.0)
-        settings = LoRASettings(rank, scale * rank, dropout, kind).validated()
+        return LoRASettings(rank, scale * rank, dropout, kind).validated()
+
+
+def read_mlx(directory: Path) -> StoredAdapter:
+    """Read an adapter that mlx-lm or `write_mlx` wrote."""
+    settings = read_mlx_settings(directory)
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in read_tensors(directory / MLX_WEIGHTS).items():
         name, _, part = key.rpartition(".")
         if part not in _PARTS:
             raise ModelError(f"{directory / MLX_WEIGHTS}: {key} is not a tensor of an adapter")
         layers.setdefault(name, {})[_PARTS[part]] = tensor.T if tensor.dim() == 2 else tensor
-    expected = {"a", "b", "magnitude"} if kind == "dora" else {"a", "b"}
+    expected = {"a", "b", "magnitude"} if settings.variant == "dora" else {"a", "b"}
     incomplete = [name for name, parts in layers.items() if parts.keys() != expected]
     if incomplete:
         raise ModelError(
@@ -117,5 +122,5 @@ def read_mlx(directory: Path) -> StoredAdapter:
             )
             for name, parts in layers.items()
         },
-        base=config.get("model"),
+        base=read_json(directory / CONFIG).get("model"),
     )

@@ -156,7 +156,8 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
             base_weights[name.replace(".base_layer.", ".")] = tensor
         else:
             parameters[name] = tensor
-    variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    default = read_peft_settings(directory)
+    variant = default.variant
     expected = {"embedding", "a", "b", "magnitude"} if variant == "dora" else {"embedding", "a", "b"}
     incomplete = [name for name, parts in layers.items() if parts.keys() != expected]
     if incomplete:
@@ -169,15 +170,23 @@ def read_peft(directory: Path, model: LanguageModel) -> StoredAdapter:
                 f"{directory / WEIGHTS} does not contain {module}, which {CONFIG} lists in modules_to_save"
             )
     with invalid_input_errors(f"{directory / CONFIG} is invalid"):
-        default = LoRASettings(
-            int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
-        )
         settings = {name: _layer_settings(config, name, default).validated() for name in layers}
     stored = {
         name: StoredLayer(settings[name], **parts, experts=experts.get(name, 0))
         for name, parts in layers.items()
     }
     return StoredAdapter(stored, parameters, base_weights, config.get("base_model_name_or_path"))
+
+
+def read_peft_settings(directory: Path) -> LoRASettings:
+    """Read the settings of the layers that no pattern of adapter_config.json matches."""
+    config = read_json(directory / CONFIG)
+    _check_supported(config, directory)
+    variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    with invalid_input_errors(f"{directory / CONFIG} is invalid"):
+        return LoRASettings(
+            int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0.0), variant
+        ).validated()
 
 
 def _targeted_parameters(

@@ -20,8 +20,8 @@ from whet.data.batches import Batch, make_batch
 from whet.data.class_labels import ClassLabels
 from whet.data.packing import StepSettings, split_step
 from whet.data.sources.source import Record, SourceSpec, open_source, validate_record
-from whet.data.tokens.chat_template import Rendering
 from whet.data.tokens.examples import Example
+from whet.data.tokens.rendering import Rendering
 from whet.data.tokens.tokenize import Encoder
 from whet.errors import ConfigError, DataError, check_positive
 from whet.evaluation.classifier_metrics import Report, sigmoid, softmax

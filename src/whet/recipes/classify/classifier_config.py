@@ -14,10 +14,11 @@ from whet.config.optim import Optim
 from whet.config.run_config import RunConfig
 from whet.config.section import PrecisionName
 from whet.errors import ConfigError, ModelError
-from whet.model_io.base_models import expand_user, local_model_directory
+from whet.model_io.base_models import config_of_checkpoint, expand_user, local_model_directory
 from whet.model_io.checkpoint_weights import read_checkpoint_weights
 from whet.model_io.formats.classifier_head import (
     ClassifierInfo,
+    StoredHead,
     build_head,
     is_classifier,
     read_class_weights,
@@ -88,7 +89,7 @@ class ClassifierSettings:
 
     def require_total_steps(self, total_steps: int | None) -> None:
         """Raise a ConfigError if the learning rate schedule needs the number of updates and it is missing."""
-        kinds = [part.kind for part in self.optim.phases if part.kind != "constant"]
+        kinds = [phase.kind for phase in self.optim.phases if phase.kind != "constant"]
         if kinds and total_steps is None:
             raise ConfigError(
                 f"optim.schedule: {kinds[0]} needs the number of updates",
@@ -123,6 +124,8 @@ def new_settings(
 ) -> ClassifierSettings:
     """Return the validated settings of a new head on a model. See `Classifier.load` for the arguments."""
     _reject_run_only_keys(objective)
+    if method is not None and method.get("continue"):
+        raise ConfigError("method.continue is only supported in runs", hint="use whet.train")
     weights = objective.get("class_weights", "none")
     head = {**objective, "classes": classes, "class_weights": "none" if weights == "auto" else weights}
     return _validated(
@@ -280,6 +283,18 @@ class StoredClassifier:
             name.removeprefix(HEADS_PREFIX): t for name, t in weights.items() if name.startswith(HEADS_PREFIX)
         }
         return build_head(head_weights, settings.info, self.directory), settings.info
+
+
+def trained_head(target: Path) -> StoredHead | None:
+    """Return the trained head of an adapter directory or checkpoint, or None if it is not a classifier."""
+    config = config_of_checkpoint(target)
+    if config is None:
+        return read_head(target) if is_classifier(target) else None
+    if not isinstance(config.objective, ClassifyObjective):
+        return None
+    stored = StoredClassifier.find(target)
+    settings = stored.settings(optim=None, class_weights=None, device=None, precision=None)
+    return StoredHead(*stored.head(settings))
 
 
 def _with_constant_lr(config: RunConfig, optim: Mapping[str, Any] | None) -> RunConfig:  # Any: as in a config

@@ -14,6 +14,7 @@ from whet.data.class_labels import ClassLabels
 from whet.data.run_data import Needs
 from whet.data.sources.splits import training_entries
 from whet.data.tokens.examples import StoredExamples
+from whet.errors import ConfigError
 from whet.models.heads import ClassificationHead
 from whet.models.language_model import LanguageModel
 from whet.objectives.classify import Classify, balanced_weights, multi_label_weights
@@ -51,7 +52,29 @@ class ClassifyRecipe(Recipe[ClassifyObjective]):
     def objective(self, b: Build) -> Classify:
         """Return the objective with a new head and the class weights of the training records."""
         train = None if b.is_plan else training_entries(b.data.examples)
-        return build_classify(self.section, b.model, train, seed=self.config.run.seed)
+        head = self._trained_head() if self.config.method.continues and not b.is_plan else None
+        return build_classify(self.section, b.model, train, seed=self.config.run.seed, head=head)
+
+    def _trained_head(self) -> ClassificationHead | None:
+        """Return the head of the classifier that method.continue trains further, or None if it has none."""
+        from whet.model_io.load import adapter_directory
+        from whet.recipes.classify.classifier_config import trained_head
+
+        name = str(self.config.language_model)
+        stored = trained_head(adapter_directory(name))
+        if stored is None:
+            log.info("head: new, because %s is not a classifier", name)
+            return None
+        section = self.section
+        for key, before, now in (
+            ("classes", stored.info.classes, section.names),
+            ("multi_label", stored.info.multi_label, section.multi_label),
+            ("pooling", stored.info.pooling, section.pooling),
+            ("bias", stored.info.bias, section.bias),
+        ):
+            if before != now:
+                raise ConfigError(f"objective.{key} is {now}, but the classifier {name} has {before}")
+        return stored.head
 
     def callbacks(self, b: Build) -> list[Callback]:
         """Return the callback that fits the linear probe and writes the classification report."""
@@ -82,7 +105,12 @@ def labels_of(section: ClassifyObjective) -> ClassLabels:
 
 
 def build_classify(
-    section: ClassifyObjective, model: LanguageModel, train: Sequence[StoredExamples] | None, *, seed: int
+    section: ClassifyObjective,
+    model: LanguageModel,
+    train: Sequence[StoredExamples] | None,
+    *,
+    seed: int,
+    head: ClassificationHead | None = None,
 ) -> Classify:
     """Return the objective with a new head and class weights.
 
@@ -90,10 +118,11 @@ def build_classify(
         section: The `objective` section of the config.
         model: The model that the head is attached to.
         train: The training examples, for class weights; None in plans.
-        seed: The seed of the head's initialization.
+        seed: The seed of a new head's initialization.
+        head: A trained head to train further, instead of a new one.
     """
     names = section.names
-    head = ClassificationHead(
+    head = head or ClassificationHead(
         model.head().weight.shape[1], len(names), pooling=section.pooling, bias=section.bias
     ).initialise(seed)
     return Classify(

@@ -71,6 +71,8 @@ def split_rows(split: SplitFacts, view: DataView) -> WordingRows:
         ("duplicates", _duplicates(split.duplicates.count, split.duplicates.pair)),
     ]
     rows += _source_rows(split)
+    if split.split is not None:
+        rows.insert(3, ("turns", split.split))
     if split.weights is not None:
         rows.append(("weights", _weights(split.weights)))
     if split.classes:

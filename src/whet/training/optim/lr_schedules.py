@@ -12,7 +12,7 @@ Schedule = Callable[[int], float]
 def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
     """Return a function from the step, counted from 1, to its learning rate; step 0 is before the first.
 
-    A linear warm-up from 0 is followed by the parts of the schedule. Each part starts at the final learning
+    A linear warm-up from 0 is followed by the phases of the schedule. Each phase starts at the final learning
     rate of the previous one and reaches its own final value at its last step. After the last step of the run
     the learning rate is constant. A run that is not longer than its warm-up ends during the warm-up.
 
@@ -21,7 +21,7 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
         steps: The number of steps of the run. None if it is unknown, which only some schedules support.
 
     Raises:
-        ConfigError: If the schedule needs `steps`, or its parts do not fit into them.
+        ConfigError: If the schedule needs `steps`, or its phases do not fit into them.
     """
     if steps is None:
         _require_open_ended(section)
@@ -47,7 +47,7 @@ def create_schedule(section: Optim, steps: int | None = None) -> Schedule:
 
 
 class _Piece:
-    """One part of a schedule, with its length and its first and last learning rate."""
+    """One phase of a schedule, with its length and its first and last learning rate."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _Piece:
         self.decay_steps = min(decay_steps, steps)
 
     def lr(self, done: float) -> float:
-        """Return the learning rate after `done` steps of the part."""
+        """Return the learning rate after `done` steps of the phase."""
         start, low, progress = self.start, self.low, done / self.steps
         match self.kind:
             case "constant":
@@ -75,7 +75,7 @@ class _Piece:
             case "exponential":
                 return float(start ** (1 - progress) * low**progress)
             case "step":
-                # the first decay_every steps use the initial learning rate of the part
+                # the first decay_every steps use the initial learning rate of the phase
                 decays = max(0, done - 1) // (self.section.decay_every or self.steps)
                 return max(start * self.section.decay_factor**decays, min(start, low))
             case "wsd":
@@ -88,7 +88,7 @@ class _Piece:
 
 
 def _require_open_ended(section: Optim) -> None:
-    *earlier, last = (part.kind for part in section.phases)
+    *earlier, last = (phase.kind for phase in section.phases)
     # wsd decays over a fraction of the run, so it needs the number of steps in any position
     bounded = "wsd" if "wsd" in earlier else last
     if bounded not in ("constant", "step"):
@@ -98,22 +98,22 @@ def _require_open_ended(section: Optim) -> None:
 
 
 def _pieces(section: Optim, steps: float, *, warmup: int) -> list[_Piece]:
-    fixed = warmup + sum(part.steps or 0 for part in section.phases)
+    fixed = warmup + sum(phase.steps or 0 for phase in section.phases)
     if fixed >= steps:
         raise ConfigError(
-            f"optim.schedule: warm-up and parts take {fixed} of the run's {steps} steps",
-            hint="leave steps for the last part: shorten the other parts, or make the run longer",
+            f"optim.schedule: warm-up and phases take {fixed} of the run's {steps} steps",
+            hint="leave steps for the last phase: shorten the other phases, or make the run longer",
         )
     pieces: list[_Piece] = []
-    for part in section.phases:
-        ratio = section.min_lr_ratio if part.min_lr_ratio is None else part.min_lr_ratio
+    for phase in section.phases:
+        ratio = section.min_lr_ratio if phase.min_lr_ratio is None else phase.min_lr_ratio
         pieces.append(
             _Piece(
-                part.kind,
+                phase.kind,
                 section,
                 start=pieces[-1].lr(pieces[-1].steps) if pieces else section.lr,
                 end=section.lr * ratio,
-                steps=part.steps or steps - fixed,
+                steps=phase.steps or steps - fixed,
                 decay_steps=section.decay_fraction * steps,
             )
         )

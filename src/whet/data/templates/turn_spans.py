@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from whet.data.sources.chat_messages import Message
-from whet.data.tokens.template_sandbox import Rendered
+from whet.data.templates.sandbox import Rendered
 from whet.errors import DataError
 
 Render = Callable[[list[Message], bool], Rendered]  # messages, and whether to add the generation prompt

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from whet.data.tokens.template_sandbox import parse_template
+from whet.data.templates.sandbox import parse_template
 from whet.errors import DataError
 
 _CALLS = """{%- macro write_calls(calls) -%}

@@ -17,8 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from whet.data.tokens import template_limits
-from whet.data.tokens.template_limits import Limits, TemplateLimitError
+from whet.data.templates import limits as template_limits
+from whet.data.templates.limits import Limits, TemplateLimitError
 from whet.errors import DataError, shorten
 
 # keys under which a message may store its reasoning

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from whet.data.sources.chat_messages import Message
-from whet.data.tokens.turn_spans import Render, Span
+from whet.data.templates.turn_spans import Render, Span
 from whet.errors import DataError
 
 Mark = Callable[[Sequence[int]], list[int] | None]

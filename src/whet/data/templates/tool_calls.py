@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whet.data.sources.chat_messages import Message
-from whet.data.tokens.template_probe import ToolArguments
+from whet.data.templates.probe import ToolArguments
 
 Json = Any  # Any: JSON values
 

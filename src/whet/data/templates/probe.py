@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 
 from jinja2 import meta
 
-from whet.data.tokens.template_sandbox import parse_template
-from whet.data.tokens.thinking import open_tag
+from whet.data.templates.sandbox import parse_template
+from whet.data.templates.thinking import open_tag
 from whet.errors import DataError
 
 ToolArguments = Literal["object", "json", "either"]  # the form in which a template reads call arguments
