@@ -23,7 +23,7 @@ from whet.evaluation.quantization_loss import (
 )
 from whet.hardware import choose_device
 from whet.model_io.base_models import expand_user, local_model_directory
-from whet.model_io.config_json import read_config
+from whet.model_io.config_json import QUANTIZATION, read_config
 from whet.model_io.export.export_check import Check
 from whet.model_io.export.export_model import (
     LoadedModel,
@@ -36,7 +36,6 @@ from whet.model_io.export.export_run import ExportResult, as_dtype
 from whet.model_io.export.quantize_model import QuantizedModel, check_quantization, quantize_model
 from whet.model_io.export.quantized_check import check_quantized, require_reader
 from whet.model_io.formats.classifier_head import is_classifier
-from whet.model_io.formats.quantized_files import QUANTIZATION
 from whet.model_io.load import load_model
 from whet.models.language_model import LanguageModel
 from whet.run_directory import CONFIG_FILE

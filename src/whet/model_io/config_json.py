@@ -13,6 +13,7 @@ from whet.models.spec import ModelSpec
 from whet.storage import read_json
 
 CONFIG = "config.json"
+QUANTIZATION = "quantization_config"  # the key that describes quantized weights
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MAX_LAYERS = 10_000  # more layers would take very long to build before a missing weight is reported
 
