@@ -11,7 +11,7 @@ from whet.config.load_config import load_config
 from whet.config.run_config import RunConfig
 from whet.data.run_data import Needs, RunData
 from whet.data.sources.source import Source, SourceSpec, open_source
-from whet.errors import CheckError, ConfigError, DataError, ModelError
+from whet.errors import CheckError, ConfigError, DataError, ModelError, WhetError
 from whet.evaluation.evaluate_model import ModelEvaluation
 from whet.evaluation.quantization_loss import (
     EvaluationData,
@@ -23,7 +23,7 @@ from whet.evaluation.quantization_loss import (
 )
 from whet.hardware import choose_device
 from whet.model_io.base_models import expand_user, local_model_directory
-from whet.model_io.config_json import read_config
+from whet.model_io.config_json import QUANTIZATION, read_config
 from whet.model_io.export.export_check import Check
 from whet.model_io.export.export_model import (
     LoadedModel,
@@ -36,7 +36,6 @@ from whet.model_io.export.export_run import ExportResult, as_dtype
 from whet.model_io.export.quantize_model import QuantizedModel, check_quantization, quantize_model
 from whet.model_io.export.quantized_check import check_quantized, require_reader
 from whet.model_io.formats.classifier_head import is_classifier
-from whet.model_io.formats.quantized_files import QUANTIZATION
 from whet.model_io.load import load_model
 from whet.models.language_model import LanguageModel
 from whet.run_directory import CONFIG_FILE
@@ -164,7 +163,7 @@ def _evaluation_data(run: str | Path, loaded: LoadedModel, options: Quantization
         return sample_data(model, tokenizer)
     try:
         return _validation_data(config, run, model, tokenizer)
-    except DataError as error:
+    except WhetError as error:  # records without a next-token loss, or passed from Python
         raise DataError(
             f"the validation data of {run} cannot be used to measure the loss of quantization: "
             f"{error.message}",
@@ -175,11 +174,13 @@ def _evaluation_data(run: str | Path, loaded: LoadedModel, options: Quantization
 def _validation_data(
     config: RunConfig, run: str | Path, model: LanguageModel, tokenizer: Any
 ) -> EvaluationData:  # Any: a transformers tokenizer
-    source = RunData(config, Needs()).sources["valid"]
+    sources = RunData(config, Needs()).sources
+    if "valid" not in sources:
+        raise DataError("it belongs to the parts of a mix")
     return _read(
         model,
         tokenizer,
-        source,
+        sources["valid"],
         f"the validation data of {run}",
         max_length=config.data.max_length,
         supervise=config.data.supervise,

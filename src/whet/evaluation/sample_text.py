@@ -59,8 +59,8 @@ oven.
 """
 
 _OTHER = """\
-{"room": "kitchen", "lights": [{"id": 1, "on": true, "level": 80}, {"id": 2, "on": false}],
- "temperature": 21.5}
+{"room": "kitchen", "lights": [{"id": 1, "on": true, "level": 80}, {"id": 2, "on": false, \
+"level": 0}], "temperature": 21.5}
 Le train part à huit heures. Der Zug fährt um acht Uhr ab. El tren sale a las ocho.
 Поезд отправляется в восемь часов. 电车八点出发。
 """

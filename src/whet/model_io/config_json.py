@@ -15,6 +15,7 @@ from whet.storage import read_json, write_json
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+QUANTIZATION = "quantization_config"  # the key that describes quantized weights
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MAX_LAYERS = 10_000  # more layers would take very long to build before a missing weight is reported
 

@@ -27,13 +27,12 @@ from whet.model_io.base_models import (
     stored_base,
 )
 from whet.model_io.checkpoint_weights import copy_trained_parameters, read_trained_parameters
-from whet.model_io.config_json import read_config, read_spec
+from whet.model_io.config_json import QUANTIZATION, read_config, read_spec
 from whet.model_io.file_checks import check_weight
 from whet.model_io.formats.adapter_files import NF4_BASE, QUANTIZATION_FILE, load_adapter
 from whet.model_io.formats.classifier_head import SCORE, is_classifier
-from whet.model_io.formats.quantized_files import QUANTIZATION, open_tensor_files
 from whet.model_io.resolve_model import resolve_model
-from whet.model_io.safetensors import load_parameters
+from whet.model_io.safetensors import load_parameters, open_tensor_files
 from whet.model_io.tokenizer import load_model_tokenizer
 from whet.models import families
 from whet.models.decoder import Decoder

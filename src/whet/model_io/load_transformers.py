@@ -12,10 +12,9 @@ import torch
 
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
-from whet.model_io.config_json import read_config
+from whet.model_io.config_json import QUANTIZATION, read_config
 from whet.model_io.file_checks import check_weight, weight_problem
-from whet.model_io.formats.quantized_files import QUANTIZATION, open_tensor_files
-from whet.model_io.safetensors import TensorFiles
+from whet.model_io.safetensors import TensorFiles, open_tensor_files
 from whet.models.transformers_bridge import Bridge, config_field
 from whet.ops.attention import Layout
 

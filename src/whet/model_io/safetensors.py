@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
-from whet.model_io.config_json import write_generation_config
+from whet.model_io.config_json import QUANTIZATION, write_generation_config
 from whet.model_io.file_checks import check_links, check_weight
 from whet.model_io.tokenizer_files import save_tokenizer
 from whet.models.families.moe import split_parts
@@ -115,6 +115,21 @@ class TensorFiles:
             if name in names:
                 with _open(file) as shard:
                     yield name, shard.get_tensor(name)
+
+
+def open_tensor_files(
+    directory: Path, config: Mapping[str, Any]
+) -> TensorFiles:  # Any: the values of its config.json
+    """Open the tensors of a model directory by their names in the model, dequantized if they are quantized.
+
+    Raises:
+        ModelError: If whet cannot dequantize them.
+    """
+    if not config.get(QUANTIZATION):
+        return TensorFiles(directory)
+    from whet.model_io.formats.quantized_files import open_quantized
+
+    return open_quantized(directory, config[QUANTIZATION])
 
 
 def _open(path: Path) -> Any:  # Any: safetensors ships no types

@@ -12,9 +12,9 @@ from whet.model_io.base_models import base_model_of, config_of_checkpoint, expan
 from whet.model_io.config_json import read_config
 from whet.model_io.export.logit_difference import TOLERANCES, LogitDifference, merge_measured, sample_tokens
 from whet.model_io.formats.adapter_files import save_adapter
-from whet.model_io.formats.quantized_files import open_tensor_files
 from whet.model_io.load import load
 from whet.model_io.resolve_model import resolve_model
+from whet.model_io.safetensors import open_tensor_files
 from whet.model_io.save import save_model
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import config_eos_ids

@@ -84,7 +84,7 @@ def check_layout(to: str, **options: object) -> None:
         if value is not None and to != layout:
             raise ConfigError(
                 f"{flag} only applies to --to {layout}, not to --to {to}",
-                hint=f"in Python it is called {name}",
+                hint=hint.format(name),
             )
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from whet.errors import ConfigError, ModelError
+from whet.model_io.config_json import QUANTIZATION
 from whet.model_io.export.export_model import LoadedModel, dtype_name
 from whet.model_io.formats import bitsandbytes_nf4 as bnb
 from whet.model_io.formats import compressed_tensors as ct
-from whet.model_io.formats.quantized_files import QUANTIZATION
 from whet.model_io.safetensors import write_model_directory
 from whet.models.language_model import LanguageModel
 from whet.models.moe import Experts, Router

@@ -93,11 +93,11 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise ModelError(f"{len(groups)} groups of quantized layers are not supported, only one")
-    weights = groups[0].get("weights") or {}
+    weights = groups[0]["weights"]
     scheme = Scheme(
-        weights.get("type"),
-        weights.get("num_bits"),
-        weights.get("strategy"),
+        weights["type"],
+        weights["num_bits"],
+        weights["strategy"],
         weights.get("group_size"),
         has_dynamic_activations=bool(groups[0].get("input_activations")),
     )

@@ -9,14 +9,13 @@ import torch
 
 from whet.error_boundary import invalid_input_errors
 from whet.errors import ModelError
-from whet.model_io.config_json import CONFIG
+from whet.model_io.config_json import CONFIG, QUANTIZATION
 from whet.model_io.formats import bitsandbytes_nf4 as bnb
 from whet.model_io.formats import compressed_tensors as ct
 from whet.model_io.safetensors import TensorFiles
 
 log = logging.getLogger("whet")
 
-QUANTIZATION = "quantization_config"  # its key in config.json
 _SHAPES = ("weight_shape", bnb.STATE)  # parts that contain the shape of the weight
 
 
@@ -30,15 +29,12 @@ class _Layout(NamedTuple):
     describe: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]  # the weight on the meta device
 
 
-def open_tensor_files(directory: Path, config: Mapping[str, Any]) -> TensorFiles:
-    """Open the tensors of a model directory by their names in the model, dequantized if they are quantized.
+def open_quantized(directory: Path, quantization: Mapping[str, Any]) -> TensorFiles:
+    """Open the tensors of a directory with this quantization_config, to be dequantized when they are read.
 
     Raises:
         ModelError: If whet cannot dequantize them.
     """
-    quantization = config.get(QUANTIZATION)
-    if not quantization:
-        return TensorFiles(directory)
     try:
         with invalid_input_errors(f"{directory / CONFIG}: {QUANTIZATION} is invalid"):
             layout = _layout(quantization)

@@ -11,12 +11,12 @@ from whet.adapters.adapter import Adapter, named_adapters
 from whet.adapters.nf4 import NF4Linear
 from whet.errors import ModelError
 from whet.model_io.base_models import base_model_of, config_of_checkpoint, local_model_directory
-from whet.model_io.config_json import read_config, read_spec
+from whet.model_io.config_json import QUANTIZATION, read_config, read_spec
 from whet.model_io.file_checks import check_weight
-from whet.model_io.formats.quantized_files import QUANTIZATION, open_tensor_files
 from whet.model_io.load import load, load_quantized
 from whet.model_io.merging.adapter_set import merge_in_float32
 from whet.model_io.resolve_model import resolve_model
+from whet.model_io.safetensors import open_tensor_files
 from whet.models import families
 from whet.models.language_model import LanguageModel
 
