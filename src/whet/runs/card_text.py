@@ -22,7 +22,8 @@ _METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|wandb_)[A-Za-z0-9_-]{8,}")
 _URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
 _ABSOLUTE = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[\\/]|file:")  # at the start of a value
-_PATH = re.compile(r"(?<![\w/.:])/(?:[\w.@~+-]+/)+([\w.@~+-]+)")  # within a text
+_PATH = re.compile(r"(?<![\w/.])/(?:[\w.@~+-]+/)+([\w.@~+-]+)")  # within a text
+_FILE = re.compile(r"[^:]*/[^/]+\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|gguf|py|gz|bz2|xz|zst)(:[\w.]+)?")
 _HOME = re.compile(r"(?:/(?:home|Users)/[^/\s:'\"]+|/root|[A-Za-z]:\\Users\\[^\\\s:'\"]+)(?=[/\\]|\b)")
 
 
@@ -326,7 +327,7 @@ def _public_value(value: Any) -> Any:
 def public_text(text: str) -> str:
     """Return a text without local directories, home directories, or credentials."""
     text = _URL_USER.sub(r"\1", _SECRET.sub(r"\1***", text))
-    if _ABSOLUTE.match(text) or _is_local_path(text):
+    if _ABSOLUTE.match(text) or _FILE.fullmatch(text) or _is_local_path(text):
         text = re.split(r"[/\\]", text.rstrip("/\\"))[-1] or "."
     for directory in (str(Path.cwd()), str(Path.home())):
         text = text.replace(f"{directory}/", "~/") if directory != "/" else text

@@ -113,7 +113,7 @@ def _collect_facts(
     training_sources = [*source_names(data.get("train")), *_mix_sources(config)]
     datasets = dict.fromkeys(name for spec in training_sources if (name := _hub_dataset(spec)))
     return CardFacts(
-        title=str(section_of(config, "run").get("name") or run.resolve().name),
+        title=public_text(str(section_of(config, "run").get("name") or run.resolve().name)),
         **_describe(directory),
         base=_base_model(model) if isinstance(model, str) else None,
         config=config,
