@@ -61,7 +61,7 @@ def test_card_of_a_run_has_its_metrics_and_metadata(lora_run):
     assert metrics["test split", "perplexity"] == pytest.approx(test["perplexity"], rel=1e-5)
     assert not any(name in ("s", "step") for _, name in metrics)
     assert f"| tokens | {rows[-1]['summary']['tokens']:,} |" in card.text
-    assert "LoRA, rank 4, alpha 16" in card.text
+    assert "LoRA, rank 4, alpha 16.0" in card.text
 
 
 def test_base_on_the_hub_is_linked():
@@ -207,6 +207,10 @@ def test_cards_do_not_leak(tiny_directory, tmp_path):
         ("grade with /srv/alice/grader.py now", "grade with grader.py now"),
         ("https://alice:pw@host/x", "https://host/x"),
         ("key sk-abcdefgh12345678", "key sk-***"),
+        ("alice/data/train.jsonl.gz", "train.jsonl.gz"),
+        ("alice/rewards.py:score", "rewards.py:score"),
+        ("hf:/srv/alice/data", "hf:data"),
+        ("https://host/a/b", "https://host/a/b"),
         ("org/model", "org/model"),
         ("hf:org/data:train", "hf:org/data:train"),
         ("synth:house:24", "synth:house:24"),
@@ -285,6 +289,31 @@ def test_card_of_an_exported_checkpoint_has_the_metrics_of_its_step(tiny_directo
     [expected] = [row["eval_loss"] for row in rows if row.get("step") == 2 and "eval_loss" in row]
     assert metrics_of(card)["validation split", "loss"] == pytest.approx(expected, rel=1e-5)
     assert "| steps | 2 |" in card.text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- 1", "a: [", "run: 3\nmethod: x\ndata: []\nobjective: {parts: [1]}\n"]
+)
+def test_card_of_a_damaged_run(lora_run, tmp_path, text):
+    copy = tmp_path / "run"
+    shutil.copytree(lora_run.directory, copy)
+    (copy / "config.yaml").write_text(text)
+    (copy / "provenance.json").write_text("[1]")
+    (copy / "metrics.jsonl").write_text("x\n")
+    (copy / "evaluations.jsonl").write_text('{"task": 1}\n{"task": "a", "scores": {"b": 2, "c": {}}}\n[]\n')
+    refresh_final_card(copy)
+    assert card_of(copy / "final").data.library_name == "peft"
+
+
+def test_results_of_a_run_are_not_those_of_its_quantized_weights(full_run, tmp_path):
+    directory = tmp_path / "quantized"
+    shutil.copytree(full_run.directory / "final", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    write_export_card(full_run.directory, directory)
+    card = card_of(directory)
+    assert not card.data.eval_results
+    assert "## Evaluation before quantization" in card.text
 
 
 def test_export_keeps_an_edited_card(lora_run, tmp_path):

@@ -257,6 +257,41 @@ def test_table_in_the_docs_is_what_is_printed():
     assert text.partition("\n\n")[0] == block.text.rstrip("\n")
 
 
+@pytest.mark.slow  # make test-slow installs lm-eval
+def test_tasks_are_compared_item_by_item(run, tiny_directory, tmp_path):
+    pytest.importorskip("lm_eval")
+    rng = random.Random(0)
+    rows = [
+        {"question": f"{n}?", "choices": ["lamp", "door", "hall"], "answer": rng.randrange(3)}
+        for n in range(12)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = tmp_path / "choice.yaml"
+    task.write_text(
+        f"""
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}} "
+doc_to_choice: choices
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+metadata: {{version: 1}}
+"""
+    )
+    comparison = whet.compare_models([tiny_directory, run], tasks=[str(task)], limit=10)
+    accuracy = metric_of(comparison, "acc")
+    assert accuracy.task == "local_choice (first 10 items)"
+    for index, model in enumerate((tiny_directory, run)):
+        [result] = whet.benchmark(model, [str(task)], limit=10)
+        assert accuracy.values[index] == result.scores["acc"].value
+    assert accuracy.paired[1].items == 10
+    assert "local_choice (first 10 items)" in (run / "final" / "README.md").read_text()
+
+
 # --- the command
 
 

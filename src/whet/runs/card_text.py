@@ -22,7 +22,8 @@ _METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 _SECRET = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|wandb_)[A-Za-z0-9_-]{8,}")
 _URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
 _ABSOLUTE = re.compile(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[\\/]|file:")  # at the start of a value
-_PATH = re.compile(r"(?<![\w/.:])/(?:[\w.@~+-]+/)+([\w.@~+-]+)")  # within a text
+_PATH = re.compile(r"(?<![\w/.])/(?:[\w.@~+-]+/)+([\w.@~+-]+)")  # within a text
+_FILE = re.compile(r"[^:]*/[^/]+\.(jsonl?|csv|tsv|parquet|arrow|txt|ya?ml|gguf|py|gz|bz2|xz|zst)(:[\w.]+)?")
 _HOME = re.compile(r"(?:/(?:home|Users)/[^/\s:'\"]+|/root|[A-Za-z]:\\Users\\[^\\\s:'\"]+)(?=[/\\]|\b)")
 
 
@@ -69,7 +70,8 @@ def render_card(facts: CardFacts) -> str:
     if facts.facts:
         parts += ["## Training", _table(("", ""), [(name, value) for name, value in facts.facts.items()])]
     if facts.evaluations:
-        parts += ["## Evaluation", _evaluation_table(facts.evaluations)]
+        heading = "## Evaluation before quantization" if facts.is_quantized else "## Evaluation"
+        parts += [heading, _evaluation_table(facts.evaluations)]
     if facts.config is not None:
         parts.append(_config_block(facts.config))
     text = f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
@@ -102,7 +104,8 @@ def _front_matter(facts: CardFacts) -> dict[str, Any]:
     if metrics := [name for name in _HUB_METRICS if name in names or f"{name}_macro" in names]:
         front["metrics"] = metrics
     front["tags"] = list(dict.fromkeys(["whet", *_tags(config)]))
-    if results := list(_index_results(facts)):
+    # the results of a run are not those of its quantized weights
+    if (results := list(_index_results(facts))) and not facts.is_quantized:
         front["model-index"] = [{"name": facts.title, "results": results}]
     return front
 
@@ -114,7 +117,7 @@ def _relation(facts: CardFacts) -> str:
 
 
 def _tags(config: Mapping[str, Any]) -> Iterator[str]:
-    objective, method = _section(config, "objective"), _section(config, "method")
+    objective, method = section_of(config, "objective"), section_of(config, "method")
     has_adapter = str(method.get("kind")).endswith("lora")
     for value in (objective.get("kind"), method.get("kind"), method.get("variant") if has_adapter else None):
         if isinstance(value, str):
@@ -264,14 +267,16 @@ def training_facts(
     config: Mapping[str, Any], provenance: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return what the card's table says about the training, by label."""
-    method, objective, optim, run = (_section(config, key) for key in ("method", "objective", "optim", "run"))
+    method, objective, optim, run = (
+        section_of(config, key) for key in ("method", "objective", "optim", "run")
+    )
     kind = str(method.get("kind", ""))
-    rank = f", rank {method.get('rank')}, alpha {method.get('alpha'):g}" if kind.endswith("lora") else ""
+    rank = f", rank {method.get('rank')}, alpha {method.get('alpha')}" if kind.endswith("lora") else ""
     variant = f" ({method['variant']})" if method.get("variant") not in (None, "lora") else ""
-    sources = ", ".join(public_text(name) for name in source_names(_section(config, "data").get("train")))
+    sources = ", ".join(public_text(name) for name in source_names(section_of(config, "data").get("train")))
     reason = summary.get("stopped_because")
     tokens = summary.get("tokens")
-    versions = _section(provenance, "versions")
+    versions = section_of(provenance, "versions")
     values = {
         "objective": str(objective.get("kind", "")),
         "method": f"{_METHODS.get(kind, kind)}{variant}{rank}" if kind else "",
@@ -280,7 +285,7 @@ def training_facts(
         "tokens": f"{tokens:,}" if isinstance(tokens, int) else "",
         "optimizer": f"{optim.get('name')}, learning rate {optim.get('lr')}" if optim else "",
         "precision": str(run.get("precision", "")),
-        "device": str(_section(provenance, "machine").get("device", "")),
+        "device": str(section_of(provenance, "machine").get("device", "")),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     return {name: public_text(value) for name, value in values.items() if value}
@@ -297,7 +302,8 @@ def source_names(spec: Any) -> Iterator[str]:
             yield from source_names(item)
 
 
-def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def section_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section, or an empty one if it is missing or not a mapping."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -321,7 +327,7 @@ def _public_value(value: Any) -> Any:
 def public_text(text: str) -> str:
     """Return a text without local directories, home directories, or credentials."""
     text = _URL_USER.sub(r"\1", _SECRET.sub(r"\1***", text))
-    if _ABSOLUTE.match(text) or _is_local_path(text):
+    if _ABSOLUTE.match(text) or _FILE.fullmatch(text) or _is_local_path(text):
         text = re.split(r"[/\\]", text.rstrip("/\\"))[-1] or "."
     for directory in (str(Path.cwd()), str(Path.home())):
         text = text.replace(f"{directory}/", "~/") if directory != "/" else text

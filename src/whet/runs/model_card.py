@@ -30,6 +30,7 @@ from whet.runs.card_text import (
     is_unedited,
     public_text,
     render_card,
+    section_of,
     source_names,
     training_facts,
 )
@@ -106,27 +107,34 @@ def _collect_facts(
     directory: Path, run: Path, summary: Mapping[str, Any], *, step: int | None = None
 ) -> CardFacts:
     """Return what the files of a run say. With `step`, the model is that of a checkpoint."""
-    config = parse_yaml((run / CONFIG_FILE).read_text(encoding="utf-8"))
+    config = _read_config(run / CONFIG_FILE)
     model = config.get("model")
-    provenance = read_json(run / PROVENANCE_FILE) if (run / PROVENANCE_FILE).is_file() else {}
-    data = config.get("data") or {}
+    data = section_of(config, "data")
     training_sources = [*source_names(data.get("train")), *_mix_sources(config)]
     datasets = dict.fromkeys(name for spec in training_sources if (name := _hub_dataset(spec)))
-    run_section = config.get("run") or {}
     return CardFacts(
-        title=str(run_section.get("name") or run.resolve().name),
+        title=public_text(str(section_of(config, "run").get("name") or run.resolve().name)),
         **_describe(directory),
         base=_base_model(model) if isinstance(model, str) else None,
         config=config,
         datasets=list(datasets),
         evaluations=list(_evaluations(run, config, summary, step)),
-        facts=training_facts(config, provenance, summary),
+        facts=training_facts(config, _read_object(run / PROVENANCE_FILE), summary),
         version=_version(),
     )
 
 
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the sections of a config, or none if the file is damaged."""
+    try:
+        config = parse_yaml(path.read_text(encoding="utf-8", errors="replace"))
+    except yaml.YAMLError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
 def _mix_sources(config: Mapping[str, Any]) -> Iterator[str]:
-    for part in (config.get("objective") or {}).get("parts") or ():
+    for part in section_of(config, "objective").get("parts") or ():
         data = part.get("data") if isinstance(part, dict) else None
         yield from source_names(data.get("train") if isinstance(data, dict) else data)
 
@@ -230,7 +238,7 @@ def _card_paths(name: str) -> Iterator[Path]:
 def _evaluations(
     run: Path, config: Mapping[str, Any], summary: Mapping[str, Any], step: int | None
 ) -> Iterator[Evaluation]:
-    data = config.get("data") or {}
+    data = section_of(config, "data")
     if metrics := _numbers(_evaluation_row(run, config, summary, step)):
         yield Evaluation("validation split", metrics, _hub_dataset(data.get("valid")))
     if step is not None:  # the rest was measured on the final model
@@ -245,7 +253,7 @@ def _evaluation_row(
     run: Path, config: Mapping[str, Any], summary: Mapping[str, Any], step: int | None
 ) -> dict[str, Any]:
     """Return the last evaluation of the saved weights."""
-    if step is None and (config.get("eval") or {}).get("early_stop"):
+    if step is None and section_of(config, "eval").get("early_stop"):
         step = _saved_step(config, summary)
     rows = [row for row in map(parse_row, split_rows(read_rows_text(run / METRICS_FILE))) if "eval_s" in row]
     rows = [row for row in rows if step is None or row.get("step") == step]
@@ -255,7 +263,7 @@ def _evaluation_row(
 def _saved_step(config: Mapping[str, Any], summary: Mapping[str, Any]) -> int | None:
     """Return the step of the saved weights: the last one; early stopping restores those of the best one."""
     best = summary.get("best")
-    is_restored = bool((config.get("eval") or {}).get("early_stop")) and isinstance(best, dict)
+    is_restored = bool(section_of(config, "eval").get("early_stop")) and isinstance(best, dict)
     step = best.get("step") if is_restored and isinstance(best, dict) else summary.get("steps")
     return step if isinstance(step, int) else None
 
