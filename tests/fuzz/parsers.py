@@ -1,11 +1,15 @@
 """The parsers of external files: a valid file, how it is mutated, and the code that reads it."""
 
 import functools
+import gzip
+import io
 import json
 import os
 import shutil
 import struct
+import tarfile
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -224,6 +228,34 @@ class csv_file:
     def parse(directory):
         read_records(directory / "x.csv")
         read_records(directory / "x.tsv")
+
+
+@parser(cases=200)
+class archives:
+    def build(directory):
+        directory.mkdir()
+        content = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+        with zipfile.ZipFile(directory / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in ("a.jsonl", "b/c.json"):
+                archive.writestr(name, content)
+        for mode, name in (("w", "x.tar"), ("w:gz", "x.tar.gz")):
+            with tarfile.open(directory / name, mode) as archive:
+                for member in ("a.jsonl", "b/c.json"):
+                    info = tarfile.TarInfo(member)
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+
+    def change(directory, rng):
+        path = directory / rng.choice(["x.zip", "x.tar", "x.tar.gz"])
+        if path.suffix != ".gz" or rng.random() < 0.3:
+            return mutate_file(path, rng)
+        data, description = mutate_bytes(gzip.decompress(path.read_bytes()), rng)  # behind its checksum
+        path.write_bytes(gzip.compress(data))
+        return f"inside {path.name}: {description}"
+
+    def parse(directory):
+        for name in ("x.zip", "x.tar", "x.tar.gz"):
+            read_records(directory / name)
 
 
 @parser(cases=200)

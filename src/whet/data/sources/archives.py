@@ -9,7 +9,6 @@ import io
 import stat
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from whet.data.sources.compressed_files import (
     open_data_file,
     split_file_name,
 )
+from whet.error_boundary import error_text
 from whet.errors import DataError
 
 MAX_RATIO = 200  # of decompressed to compressed bytes; plain text reaches about 20
@@ -32,7 +32,6 @@ MAX_BUFFERED = 2**28  # bytes of a member that is read at once
 _BUFFERED = (".json", ".parquet")  # formats whose readers need more than one pass over a file
 _BLOCK = 512  # of a tar archive
 _OTHER_ARCHIVES = (*ARCHIVES, ".7z", ".rar")
-_FAILURES = (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
 
 @dataclass
@@ -65,8 +64,10 @@ class _BoundedReader(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed has a wider type
         try:
             data = self._stream.read(len(buffer))
-        except _FAILURES as error:
-            raise OSError(str(error) or type(error).__name__) from error
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # damaged archives raise errors of many kinds
+            raise OSError(error_text(error)) from error
         self._budget.spend(len(data))
         buffer[: len(data)] = data
         self.tail = (self.tail + data)[-_BLOCK:]
@@ -81,16 +82,14 @@ def open_members(path: Path, select: Callable[[list[str]], list[str]]) -> Iterat
         select: Returns the members to read, given the names of all data files.
 
     Raises:
-        DataError: The archive cannot be read, is not safe, or has no data files.
+        DataError: The archive is not safe, is truncated, or has no data files. A damaged one raises errors of
+            other kinds, too, here and while a member is read.
     """
     is_zip = split_file_name(path)[1] == ".zip"
-    try:
-        names = _check_names(path, list(_zip_names(path) if is_zip else _tar_names(path)))
-        budget = _Budget(max(MIN_LIMIT, MAX_RATIO * path.stat().st_size))
-        selected = set(select(names))
-        yield from (_zip_members if is_zip else _tar_members)(path, selected, budget)
-    except (OSError, *_FAILURES) as error:
-        raise DataError(f"{path} cannot be read: {str(error) or type(error).__name__}") from error
+    names = _check_names(path, list(_zip_names(path) if is_zip else _tar_names(path)))
+    budget = _Budget(max(MIN_LIMIT, MAX_RATIO * path.stat().st_size))
+    selected = set(select(names))
+    yield from (_zip_members if is_zip else _tar_members)(path, selected, budget)
 
 
 def _check_names(path: Path, names: list[str]) -> list[str]:

@@ -233,8 +233,9 @@ def read_archive(
     from whet.data.sources.splits import select_members
 
     assert isinstance(path, Path)  # archives are not nested
-    for member in open_members(path, lambda names: select_members(names, split, path)):
-        yield from _read_renamed(select_reader(Path(member.name)), member, columns)
+    with invalid_input_errors(f"{path} cannot be read", kind=DataError):
+        for member in open_members(path, lambda names: select_members(names, split, path)):
+            yield from _read_renamed(select_reader(Path(member.name)), member, columns)
 
 
 READERS: dict[str, Reader] = {
