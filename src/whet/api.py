@@ -244,7 +244,8 @@ def benchmark(
         progress: Called with what is computed, the number of finished requests of a task, and their total.
 
     Returns:
-        The result of each task: its scores with standard errors, and the score of each item.
+        The result of each task: its scores with standard errors, and the score of each item. The totals of
+        groups follow the tasks.
 
     Raises:
         WhetError: A task or the model is invalid, or lm-evaluation-harness is not installed.
@@ -268,8 +269,9 @@ def benchmark(
         language_model, tokenizer, loaded_tasks, settings=settings, stored=stored, progress=progress
     ):
         final = result
-        if contamination and directory is not None and result.contamination is None:
-            final = _with_contamination(result, loaded_tasks[result.task], directory)
+        is_task = result.task in loaded_tasks.tasks
+        if contamination and is_task and directory is not None and result.contamination is None:
+            final = _with_contamination(result, loaded_tasks.tasks[result.task], directory)
         if directory is not None and (is_new or final != result):
             append_result(directory, final)
         if not is_new:
