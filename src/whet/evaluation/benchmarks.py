@@ -8,9 +8,11 @@ import contextlib
 import difflib
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import math
+import os
 import random
 import re
 import sys
@@ -27,13 +29,17 @@ import torch
 from whet.error_boundary import error_text
 from whet.errors import ConfigError, WhetError
 from whet.evaluation.task_groups import GroupObject, group_results
-from whet.evaluation.task_result import Score, TaskResult
+from whet.evaluation.task_result import Score, TaskResult, parse_results
 from whet.model_io.fingerprints import weights_digest
 from whet.models.language_model import LanguageModel
+from whet.parallel.fsdp import gathered_parameters
+from whet.parallel.process_group import SINGLE_PROCESS, World
+from whet.training.callbacks import EvaluationStoppedError
 
 EXTRA_HINT = 'pip install "whet[evals]"'
 _GROUP = re.compile(r"^group\s*:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
 _MAX_SUGGESTIONS = 3
+DEFAULT_BOOTSTRAP = 100_000  # resamples; that of the harness, which computes so many in several processes
 
 TaskObject = Any  # Any: a task of the harness, which has no types
 Progress = Callable[[str, int, int], None]
@@ -55,11 +61,13 @@ class TaskSettings:
         limit: the number of items per task. None: all.
         shots: the number of examples in each prompt. None: that of the task.
         chat: whether prompts are rendered with the model's chat template.
+        bootstrap: the number of resamples for standard errors without a formula.
     """
 
     limit: int | None = None
     shots: int | None = None
     chat: bool = False
+    bootstrap: int = DEFAULT_BOOTSTRAP
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -76,6 +84,7 @@ def run_tasks(
     settings: TaskSettings,
     stored: Sequence[TaskResult] = (),
     progress: Progress = lambda *_: None,
+    world: World = SINGLE_PROCESS,
 ) -> Iterator[tuple[TaskResult, bool]]:
     """Yield the result of each task, then the total of each group, and whether it is new.
 
@@ -84,28 +93,39 @@ def run_tasks(
         tokenizer: its tokenizer.
         loaded: tasks and groups, as `load_tasks` returns them.
         settings: how the tasks are run.
-        stored: results that are not computed again.
-        progress: called with what is computed, the number of finished requests, and their total.
+        stored: results that are not computed again; only those of rank 0 count.
+        progress: called with what is computed, the number of finished requests, and their total. It may raise
+            EvaluationStoppedError.
+        world: the processes that share the requests; all of them must call this.
 
     Raises:
         ConfigError: a task fails.
     """
     from whet.evaluation.harness import HarnessModel
 
-    weights = weights_digest(model)
+    with gathered_parameters(model):
+        weights = world.broadcast(weights_digest(model))
     known = {result.key: result for result in stored}
-    harness_model = HarnessModel(model, tokenizer, progress=progress)
+    harness_model = HarnessModel(model, tokenizer, progress=progress, world=world)
     results: dict[str, TaskResult] = {}
     for name, task in loaded.tasks.items():
         if settings.chat and not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template", hint="run the tasks without --chat")
         key = result_key(task, weights=weights, settings=settings)
-        if is_new := key not in known:
-            results[name] = _run_task(harness_model, name, task, key=key, settings=settings)
-        else:
-            results[name] = known[key]
+        result = known.get(key)
+        if is_new := world.broadcast(result is None):
+            result = _run_task(harness_model, name, task, key=key, settings=settings)
+        results[name] = _broadcast_result(world, result)
         yield results[name], is_new
     yield from group_results(loaded.groups, results, stored=stored)
+
+
+def _broadcast_result(world: World, result: TaskResult | None) -> TaskResult:
+    """Return the result of rank 0 on all ranks."""
+    if world.size > 1:
+        [result] = parse_results([world.broadcast(result.to_json() if world.is_main and result else {})])
+    assert result is not None
+    return result
 
 
 def result_key(task: TaskObject, *, weights: str, settings: TaskSettings) -> str:
@@ -126,6 +146,7 @@ def result_key(task: TaskObject, *, weights: str, settings: TaskSettings) -> str
         "examples": list(_documents(task.fewshot_docs(), None)) if shots else [],
         "shots": shots,
         "chat": settings.chat,
+        **({} if settings.bootstrap == DEFAULT_BOOTSTRAP else {"bootstrap": settings.bootstrap}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -241,12 +262,13 @@ def _check_known(name: str, known: Sequence[str]) -> None:
 
 def _run_task(
     model: Any, name: str, task: TaskObject, *, key: str, settings: TaskSettings
-) -> TaskResult:  # Any: a model of the harness
+) -> TaskResult | None:  # Any: a model of the harness
+    """Return the result of a task on rank 0, and None on the other ranks."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     try:
-        with _preserved_random_state(), contextlib.redirect_stdout(sys.stderr):  # it prints its progress
+        with _preserved_state(settings.bootstrap):
             results = simple_evaluate(
                 model=model,
                 tasks=[task],
@@ -254,12 +276,15 @@ def _run_task(
                 limit=settings.limit,
                 apply_chat_template=settings.chat,
                 log_samples=True,
+                bootstrap_iters=settings.bootstrap if model.world.is_main else 0,
                 task_manager=TaskManager(include_defaults=False),  # the task is already loaded
             )
-    except WhetError:
+    except (WhetError, EvaluationStoppedError):
         raise
     except Exception as error:  # templates and functions of a task may raise anything
         raise ConfigError(f"the task {name} failed: {error_text(error)}") from error
+    if not model.world.is_main:
+        return None
     samples = results["samples"][name]
     ids, item_scores = _item_scores(samples)
     return TaskResult(
@@ -275,6 +300,25 @@ def _run_task(
         item_scores=item_scores,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+@contextlib.contextmanager
+def _preserved_state(bootstrap: int) -> Iterator[None]:
+    """Restore what the harness changes, and keep its progress bars out of stdout and of the logs of a run.
+
+    Few resamples are computed in this process: a run must not fork.
+    """
+    in_run = bootstrap < DEFAULT_BOOTSTRAP
+    variable = "DISABLE_MULTIPROC"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_preserved_random_state())
+        if in_run and not sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if in_run and variable not in os.environ:
+            os.environ[variable] = "1"
+            stack.callback(os.environ.pop, variable)
+        yield
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from whet.training.observe.step_flops import training_flops_per_token
 from whet.training.observe.throughput import ThroughputMonitor
 
 if TYPE_CHECKING:
+    from whet.evaluation.task_evaluator import TaskEvaluator
     from whet.runs.assemble import Assembly
 
 log = logging.getLogger("whet")
@@ -82,6 +84,33 @@ def callbacks_from_config(
     if log_config.sinks:
         callbacks += _sinks(config, stack)
     return callbacks
+
+
+def task_evaluator(
+    config: RunConfig, assembly: "Assembly", directory: Path, pause: Callable[[], None]
+) -> "TaskEvaluator | None":
+    """Return the evaluator of eval.tasks, or None.
+
+    Args:
+        config: The run's config.
+        assembly: The assembled run.
+        directory: The run directory.
+        pause: To be called often during an evaluation; it raises an exception if the run has to stop.
+    """
+    loaded, section = assembly.recipe.tasks, config.eval.tasks
+    if loaded is None or section is None:
+        return None
+    from whet.evaluation.task_evaluator import TaskEvaluator
+
+    return TaskEvaluator(
+        loaded,
+        section,
+        model=assembly.model,
+        tokenizer=assembly.tokenizer,
+        directory=directory,
+        pause=pause,
+        world=assembly.build.world,
+    )
 
 
 def _limits(run: Run, flops_per_token: float | None) -> list[Callback]:
