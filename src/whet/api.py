@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,14 @@ if TYPE_CHECKING:
     import torch
 
     from whet.config.load_config import ConfigLike
-    from whet.data.sources.source import SourceSpec
+    from whet.data.sources.source import Format, SourceSpec
     from whet.data.tokens.examples import TooLong
     from whet.data.tokens.loss_mask import Supervise
-    from whet.evaluation.evaluate_model import ModelEvaluation
     from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
-    from whet.rl.rewards.answer_checks import AnswerCheck
     from whet.training.callbacks import Callback
     from whet.training.state import RunResult
 
@@ -112,7 +110,7 @@ def resume(
 
 def evaluate(
     model: "Evaluated",
-    data: "SourceSpec | Path",
+    data: "SourceSpec | Path | Sequence[Mapping[str, Any]]",  # Any: the keys of a weighted source
     *,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     generate: bool = False,
@@ -121,17 +119,23 @@ def evaluate(
     max_tokens: int = 256,
     max_length: int = 2048,
     too_long: "TooLong" = "truncate",
-    supervise: "Supervise" = "assistant",
+    supervise: "Supervise | None" = None,
+    columns: Mapping[str, str] | None = None,
+    record_format: "Format | None" = None,
+    template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:  # Any: numbers, and lists in the report of a classifier
+) -> dict[str, Any]:  # Any: numbers, lists in the report of a classifier, and the metrics of sources
     """Evaluate a language model, a classifier or a quality model on a data set.
 
-    The keyword arguments only apply to language models.
+    The keyword arguments only apply to language models. If the model is a run, the defaults of `supervise`,
+    `columns` and `template_args` are those of its config.
 
     Args:
         model: A finished run, a model name or directory, a loaded model, the (model, tokenizer) pair that
             `whet.load` returns, or a `Classifier`.
-        data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N.
+        data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N; or a
+            list of sources, optionally with weights.
         tokenizer: The tokenizer of a loaded model that is passed without one.
         generate: Also generate a response to each prompt and report exact match.
         checks: With `generate`, checks of the responses, reported as the fraction that passes: "json_valid",
@@ -140,20 +144,24 @@ def evaluate(
         max_tokens: The maximum number of tokens per generated response.
         max_length: The maximum length of an example, in tokens.
         too_long: How to treat longer examples, as in data.too_long.
-        supervise: The tokens that count for the loss, as in data.supervise.
+        supervise: The tokens that count for the loss, as in data.supervise. By default "assistant".
+        columns: Names of columns in the data, by whet's name of the field, as in data.columns.
+        record_format: The format of the records, as in data.format. By default detected.
+        template: A chat template, as in data.template. By default that of the model.
+        template_args: Arguments of the chat template, as in data.template_args.
         progress: Called as `progress(done, total)` with the number of generated responses.
 
     Returns:
         The metrics that `whet eval` prints: for a language model eval_loss, eval_perplexity and others (with
-        `generate` also exact_match), for a classifier its report, for a quality model its metrics.
+        `generate` also exact_match), for a classifier its report, for a quality model its metrics. With
+        several sources, `sources` has the metrics of each by name.
 
     Raises:
         WhetError: The model or the data is invalid.
     """
-    from whet.data.sources.source import open_source
-    from whet.errors import ConfigError, DataError, check_positive
-    from whet.evaluation.evaluate_model import ModelEvaluation
-    from whet.model_io.load import load
+    from whet.errors import ConfigError, check_positive
+    from whet.evaluation.data_options import options_of_model
+    from whet.evaluation.evaluate_sources import GenerationSettings, evaluate_sources, sources_of
     from whet.recipes.classify.classifier import Classifier
     from whet.rl.rewards.answer_checks import parse_checks
 
@@ -165,12 +173,58 @@ def evaluate(
         )
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, not {max_length}")
-    spec = str(data) if isinstance(data, Path) else data
+    spec = _source_spec(data)
+    given = {
+        "supervise": supervise,
+        "columns": columns,
+        "form": record_format,
+        "template": template,
+        "template_args": template_args,
+    }
     if isinstance(model, Classifier):
         return model.evaluate(spec)
     if isinstance(model, str | Path) and (report := _evaluate_other_model(model, spec)) is not None:
+        if any(value is not None for value in given.values()):
+            raise ConfigError(f"{model} is not a language model, so options of the data do not apply to it")
         return report
-    source = open_source(spec, split="test")  # report invalid data before loading the model
+    options = options_of_model(model).replace_given(**given)
+    for each in sources_of(spec):
+        options.open(each)  # report invalid data before loading the model
+    language_model, model_tokenizer = _load_with_tokenizer(model, tokenizer, spec)
+    generation = GenerationSettings(max_tokens, parsed_checks, samples, progress or (lambda *_: None))
+    return evaluate_sources(
+        language_model,
+        options.apply_template(model_tokenizer),
+        spec,
+        options=options,
+        max_length=min(max_length, language_model.max_positions),
+        too_long=too_long,
+        generation=generation if generate else None,
+    )
+
+
+def _source_spec(
+    data: "SourceSpec | Path | Sequence[Mapping[str, Any]]",
+) -> "SourceSpec":  # Any: as in `evaluate`
+    """Return the source of `whet.evaluate`, with mappings as weighted sources."""
+    from whet.config.data import WeightedSource
+
+    if isinstance(data, str | Path):
+        return str(data)
+    parts = [WeightedSource(**part) if isinstance(part, Mapping) else part for part in data]
+    sources = [str(part) if isinstance(part, Path) else part for part in parts]
+    return sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources  # type: ignore[return-value]  # all str or all weighted
+
+
+def _load_with_tokenizer(
+    model: "str | Path | LanguageModel | tuple[LanguageModel, Any]",
+    tokenizer: Any,
+    spec: "SourceSpec",  # Any: a transformers tokenizer
+) -> "tuple[LanguageModel, Any]":
+    """Return the language model that an argument names or contains, and the tokenizer."""
+    from whet.errors import DataError
+    from whet.model_io.load import load
+
     if isinstance(model, str | Path):
         language_model, loaded_tokenizer = load(model)
     else:
@@ -178,45 +232,7 @@ def evaluate(
     if tokenizer is None and loaded_tokenizer is None:
         name = model if isinstance(model, str | Path) else "the model"
         raise DataError(f"{name} has no tokenizer, so it cannot read {spec}", hint="pass one: tokenizer=...")
-    evaluation = ModelEvaluation(
-        language_model,
-        loaded_tokenizer if tokenizer is None else tokenizer,
-        source,
-        max_length=min(max_length, language_model.max_positions),
-        supervise=supervise,
-        too_long=too_long,
-    )
-    log.info("%s: %s", spec, evaluation.summary)
-    metrics = evaluation.loss()
-    if generate and evaluation.questions:
-        for question, answer in evaluation.answers(samples, max_tokens=max_tokens):
-            log.info(
-                "  prompt    %s\n  expected  %s\n  response  %s\n", question.text, question.answer, answer
-            )
-        total = len(evaluation.questions)
-        advance = progress or (lambda *_: None)
-        advance(0, total)
-        metrics |= _response_metrics(
-            evaluation, parsed_checks, max_tokens=max_tokens, progress=lambda done: advance(done, total)
-        )
-    return metrics
-
-
-def _response_metrics(
-    evaluation: "ModelEvaluation",
-    checks: "list[AnswerCheck]",
-    *,
-    max_tokens: int,
-    progress: Callable[[int], None],
-) -> dict[str, float]:
-    """Return exact match, and the fraction of responses that pass each check."""
-    from whet.evaluation.exact_match import compare_answers
-
-    if not checks:  # exact match alone does not need complete responses
-        return evaluation.exact_match(max_tokens=max_tokens, progress=progress)
-    answers = evaluation.all_answers(max_tokens=max_tokens, progress=progress)
-    passed = {check.name: check.fraction(answers, evaluation.questions) for check in checks}
-    return compare_answers(answers, evaluation.questions).metrics() | passed
+    return language_model, loaded_tokenizer if tokenizer is None else tokenizer
 
 
 def benchmark(

@@ -24,8 +24,8 @@ def load_run_tasks(section: BenchmarkTasks, early_stop: EarlyStop | None) -> Loa
     """Return the tasks of `eval.tasks`.
 
     Raises:
-        ConfigError: the extra is not installed, a task is unknown or cannot be loaded, or early stopping would
-            watch a metric in the wrong direction.
+        ConfigError: the extra is not installed, a task is unknown or cannot be loaded, or early stopping
+            would watch a metric in the wrong direction.
     """
     with prefix_errors("eval.tasks"):
         loaded = load_tasks(section.names)
