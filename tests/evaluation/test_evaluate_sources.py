@@ -54,12 +54,14 @@ def test_metrics_per_source_and_in_total_equal_float64(model, float64_model, pat
     sums = [plain_loss(float64_model, model[1], texts) for texts in (FIRST, SECOND)]
     for path, (total, count) in zip(paths, sums, strict=True):
         ours = metrics["sources"][path]
-        assert ours["eval_loss"] == pytest.approx(total / count, rel=1e-9)
-        assert ours["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-8)
+        assert ours["eval_loss"] == pytest.approx(total / count, rel=1e-7)
+        assert ours["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-6)
         assert ours["supervised_tokens"] == count
     mean = sum(total for total, _ in sums) / sum(count for _, count in sums)
-    assert metrics["eval_loss"] == pytest.approx(mean, rel=1e-9)  # a mean over tokens, not over sources
-    assert metrics["eval_perplexity"] == pytest.approx(math.exp(mean), rel=1e-8)
+    assert metrics["eval_loss"] == pytest.approx(mean, rel=1e-7)  # a mean over tokens, not over sources
+    parts = [metrics["sources"][path]["eval_loss"] * count for path, (_, count) in zip(paths, sums, strict=True)]
+    assert metrics["eval_loss"] == pytest.approx(sum(parts) / sum(count for _, count in sums), rel=1e-14)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(mean), rel=1e-6)
     one_file = whet.evaluate(model, [paths[0]])
     assert "sources" not in one_file
     assert one_file["eval_loss"] == metrics["sources"][paths[0]]["eval_loss"]
@@ -70,7 +72,7 @@ def test_bits_per_byte_and_the_total_equal_those_of_one_file(model, paths, tmp_p
     both.write_text("".join(open(path).read() for path in paths))
     expected, metrics = whet.evaluate(model, both), whet.evaluate(model, paths)
     for name in ("eval_loss", "eval_perplexity", "eval_bits_per_byte"):
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-9)
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-7)
 
 
 def test_weighted_sources_are_a_mixture(model, float64_model, paths):
@@ -79,9 +81,9 @@ def test_weighted_sources_are_a_mixture(model, float64_model, paths):
     # equal weights: the shorter source of 3 records repeats until the other's 5 records were read
     repeated = [FIRST[index % 3] for index in range(5)]
     total, count = plain_loss(float64_model, model[1], [*repeated, *SECOND])
-    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-9)
+    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-7)
     first, count = plain_loss(float64_model, model[1], FIRST)
-    assert metrics["sources"][paths[0]]["eval_loss"] == pytest.approx(first / count, rel=1e-9)
+    assert metrics["sources"][paths[0]]["eval_loss"] == pytest.approx(first / count, rel=1e-7)
 
 
 def test_responses_are_counted_per_source_and_in_total(model, tmp_path):
