@@ -1,7 +1,8 @@
-"""The top-level functions of whet: train, resume, evaluate, benchmark and export."""
+"""The top-level functions of whet: train, resume, evaluate, evaluate_code, benchmark and export."""
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -200,6 +201,86 @@ def evaluate(
         max_length=min(max_length, language_model.max_positions),
         too_long=too_long,
         generation=generation if generate else None,
+    )
+
+
+def evaluate_code(
+    model: "str | Path | tuple[LanguageModel, Any]",  # Any: a tokenizer
+    data: "SourceSpec | Path",
+    *,
+    n: int = 1,
+    k: Iterable[int] | None = None,
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    seed: int = 0,
+    timeout: float = 10.0,
+    samples: int = 0,
+    columns: Mapping[str, str] | None = None,
+    record_format: "Format | None" = None,
+    template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+    allow_code_execution: bool = False,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> dict[str, Any]:  # Any: numbers, and a count of each failure
+    """Generate Python programs, run them with the tests of their records, and return pass@k.
+
+    A record has a prompt and `tests`: Python code or a list of assert statements. The fields of HumanEval
+    (`test`, `entry_point`) and MBPP (`test_list`) are read as well. The programs run in a sandbox, whose
+    protection has limits: docs/evaluate.md lists them.
+
+    Args:
+        model: A finished run, a model name or directory, or the (model, tokenizer) pair of `whet.load`.
+        data: The records, as in `evaluate`.
+        n: The number of programs per prompt.
+        k: The values of k. By default 1 and n.
+        temperature: The sampling temperature. 0 is greedy, for n = 1.
+        max_tokens: The maximum number of tokens per answer.
+        seed: Determines the samples.
+        timeout: The limit on the running time of a program, in seconds.
+        samples: The number of prompts to log with a program and its result, at level INFO.
+        columns: Names of columns in the data, as in `evaluate`.
+        record_format: The format of the records, as in `evaluate`.
+        template: A chat template, as in `evaluate`.
+        template_args: Arguments of the chat template, as in `evaluate`.
+        allow_code_execution: Must be True: the model's code runs on this machine.
+        progress: Called with what is done, the number of programs, and their total.
+
+    Returns:
+        `pass@K` for each k with `pass@K_stderr`, the number of `problems`, the number of `samples` per
+        problem, and `failures`: how often programs failed, by reason.
+
+    Raises:
+        WhetError: The model or the data is invalid, or code execution was not allowed.
+    """
+    from whet.data.tokens.prompts import read_prompts
+    from whet.errors import ConfigError
+    from whet.evaluation.code_tests import CodeSettings
+    from whet.evaluation.code_tests import evaluate_code as evaluate_programs
+    from whet.evaluation.data_options import options_of_model
+    from whet.evaluation.sandbox.sandbox import SandboxLimits
+
+    if not allow_code_execution:
+        raise ConfigError(
+            "python_tests runs code that the model writes on this machine",
+            hint="allow it with --allow-code-execution, or allow_code_execution=True in Python; "
+            "docs/evaluate.md says what the sandbox protects",
+        )
+    if not timeout > 0:
+        raise ConfigError(f"timeout must be positive, not {timeout:g}")
+    limits = SandboxLimits(wall_s=timeout, cpu_s=math.ceil(timeout))
+    settings = CodeSettings(
+        n, None if k is None else tuple(k), temperature, max_tokens=max_tokens, seed=seed, limits=limits
+    )
+    spec = _source_spec(data)
+    options = options_of_model(model).replace_given(
+        columns=columns, form=record_format, template=template, template_args=template_args
+    )
+    source = options.open(spec)  # report invalid data before loading the model
+    language_model, model_tokenizer = _load_with_tokenizer(model, None, spec)
+    model_tokenizer = options.apply_template(model_tokenizer)
+    prompts = read_prompts(source, model_tokenizer, template_args=options.template_args)
+    return evaluate_programs(
+        language_model, model_tokenizer, prompts, settings, samples=samples, progress=progress
     )
 
 
