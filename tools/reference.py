@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # the public names of `import whet`, by topic
 TOPICS = {
     "Train": ("train", "resume", "plan", "RunConfig", "RunResult", "Trainer"),
-    "Evaluate and export": ("evaluate", "benchmark", "export"),
+    "Evaluate and export": ("evaluate", "evaluate_code", "benchmark", "export"),
     "Models and adapters": (
         *("load", "save", "attach_lora", "load_adapter", "save_adapter", "adapters_off", "merge"),
         *("AdapterSet", "merge_models", "load_checkpoint", "save_checkpoint", "reference"),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from whet.adapters.merge import merge as merge
     from whet.api import benchmark as benchmark
     from whet.api import evaluate as evaluate
+    from whet.api import evaluate_code as evaluate_code
     from whet.api import export as export
     from whet.api import resume as resume
     from whet.api import train as train
@@ -77,7 +78,7 @@ _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora",),
     "adapters.merge": ("merge",),
-    "api": ("benchmark", "evaluate", "export", "resume", "train"),
+    "api": ("benchmark", "evaluate", "evaluate_code", "export", "resume", "train"),
     "config.run_config": ("RunConfig",),
     "errors": ("WhetError",),
     "generation.beam_search": ("beam_search",),

@@ -7,6 +7,9 @@ from typing import Any
 import typer
 
 
+_PYTHON_TESTS = "python_tests"
+
+
 class Supervised(Enum):
     """The values of --supervise, which are those of data.supervise."""
 
@@ -40,7 +43,21 @@ def command(
         [],
         "--check",
         help="Also report the fraction of completions that pass: json_valid, json_schema=FILE, regex=PATTERN "
-        "or numeric_match (repeatable).",
+        "or numeric_match (repeatable). python_tests: report pass@k of generated programs instead.",
+    ),
+    n: int | None = typer.Option(None, "--n", min=1, help="python_tests: programs per prompt; default: 1."),
+    k: list[int] = typer.Option(  # noqa: B008
+        [], "--k", min=1, help="python_tests: report pass@K (repeatable); default: 1 and N."
+    ),
+    temperature: float | None = typer.Option(
+        None, "--temperature", min=0, help="python_tests: sampling temperature; default: 0, greedy."
+    ),
+    seed: int | None = typer.Option(None, "--seed", help="python_tests: seed of sampling; default: 0."),
+    timeout: float | None = typer.Option(
+        None, "--timeout", help="python_tests: seconds that a program may run; default: 10."
+    ),
+    allow_code_execution: bool = typer.Option(
+        False, "--allow-code-execution", help="python_tests: allow running the model's code on this machine."
     ),
     samples: int = typer.Option(3, min=0, help="Number of prompts to show with their completions."),
     max_tokens: int = typer.Option(256, min=1, help="Maximum number of generated tokens."),
@@ -92,22 +109,59 @@ def command(
         raise ConfigError("--limit, --shots, --chat and --contamination apply to --tasks only")
     from whet.evaluation.data_options import parse_columns, parse_format, parse_template_args
 
+    options = {
+        "columns": None if columns is None else parse_columns(columns),
+        "record_format": None if record_format is None else parse_format(record_format),
+        "template": template,
+        "template_args": None if template_args is None else parse_template_args(template_args),
+        "samples": samples,
+    }
+    code_options = {
+        "n": n,
+        "k": k or None,
+        "temperature": temperature,
+        "seed": seed,
+        "timeout": timeout,
+        "allow_code_execution": allow_code_execution or None,
+    }
+    given = {name: value for name, value in code_options.items() if value is not None}
+    if _PYTHON_TESTS in checks:
+        if len(checks) > 1:
+            raise ConfigError(f"--check {_PYTHON_TESTS} runs on its own", hint="leave out the other checks")
+        _evaluate_code(model, data, as_json=as_json, max_tokens=max_tokens, **options, **given)
+        return
+    if given:
+        name = next(iter(given)).replace("_", "-")
+        raise ConfigError(f"--{name} needs --check {_PYTHON_TESTS}")
     _evaluate(
         model,
         data,
         as_json=as_json,
         generate=generate,
         checks=checks,
-        samples=samples,
         max_tokens=max_tokens,
         max_length=max_length,
         too_long="split" if split else "truncate",
         supervise=None if supervise is None else supervise.value,
-        columns=None if columns is None else parse_columns(columns),
-        record_format=None if record_format is None else parse_format(record_format),
-        template=template,
-        template_args=None if template_args is None else parse_template_args(template_args),
+        **options,
     )
+
+
+def _evaluate_code(
+    model: str, data: list[str], *, as_json: bool, **settings: Any
+) -> None:  # Any: as in whet.evaluate_code
+    from whet.api import evaluate_code
+    from whet.reporting.console import stderr_console
+    from whet.reporting.text.source_text import pass_at_k_text
+
+    with stderr_console().status("evaluating") as status:
+        metrics = evaluate_code(
+            model,
+            data,
+            progress=lambda what, done, total: status.update(f"{what}: {done} of {total}"),
+            **settings,
+        )
+    print(json.dumps(metrics) if as_json else pass_at_k_text(metrics))
 
 
 def _evaluate(model: str, data: list[str], *, as_json: bool, **settings: Any) -> None:  # Any: as in whet.evaluate

@@ -1,4 +1,4 @@
-"""Metrics of a model on several sources as a text table."""
+"""Metrics of a model on several sources as a text table, and pass@k as text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,3 +35,17 @@ def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if name == "supervised_tokens" else f"{value:.4f}"
+
+
+def pass_at_k_text(metrics: Mapping[str, Any]) -> str:  # Any: numbers, and a count of each failure
+    """Return pass@k with standard errors, and why programs failed, on two lines."""
+    names = [name for name in metrics if name.startswith("pass@") and not name.endswith("_stderr")]
+    scores = []
+    for name in names:
+        stderr = metrics.get(f"{name}_stderr")
+        scores.append(f"{name} {metrics[name]:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}"))
+    programs = metrics["problems"] * metrics["samples"]
+    line = f"{'  '.join(scores)}  ({metrics['problems']:,} problems, {metrics['samples']:,} programs each)"
+    failures = ", ".join(f"{reason} {count:,}" for reason, count in metrics["failures"].items())
+    failed = sum(metrics["failures"].values())
+    return f"{line}\n{failed:,} of {programs:,} programs failed: {failures}" if failed else line
