@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +60,9 @@ def test_metrics_per_source_and_in_total_equal_float64(model, float64_model, pat
         assert ours["supervised_tokens"] == count
     mean = sum(total for total, _ in sums) / sum(count for _, count in sums)
     assert metrics["eval_loss"] == pytest.approx(mean, rel=1e-7)  # a mean over tokens, not over sources
-    parts = [metrics["sources"][path]["eval_loss"] * count for path, (_, count) in zip(paths, sums, strict=True)]
+    parts = [
+        metrics["sources"][path]["eval_loss"] * count for path, (_, count) in zip(paths, sums, strict=True)
+    ]
     assert metrics["eval_loss"] == pytest.approx(sum(parts) / sum(count for _, count in sums), rel=1e-14)
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(mean), rel=1e-6)
     one_file = whet.evaluate(model, [paths[0]])
@@ -69,7 +72,7 @@ def test_metrics_per_source_and_in_total_equal_float64(model, float64_model, pat
 
 def test_bits_per_byte_and_the_total_equal_those_of_one_file(model, paths, tmp_path):
     both = tmp_path / "both.jsonl"
-    both.write_text("".join(open(path).read() for path in paths))
+    both.write_text("".join(Path(path).read_text() for path in paths))
     expected, metrics = whet.evaluate(model, both), whet.evaluate(model, paths)
     for name in ("eval_loss", "eval_perplexity", "eval_bits_per_byte"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-7)

@@ -6,7 +6,6 @@ from typing import Any
 
 import typer
 
-
 _PYTHON_TESTS = "python_tests"
 
 
@@ -164,7 +163,9 @@ def _evaluate_code(
     print(json.dumps(metrics) if as_json else pass_at_k_text(metrics))
 
 
-def _evaluate(model: str, data: list[str], *, as_json: bool, **settings: Any) -> None:  # Any: as in whet.evaluate
+def _evaluate(
+    model: str, data: list[str], *, as_json: bool, **settings: Any
+) -> None:  # Any: as in whet.evaluate
     from whet.api import evaluate
     from whet.model_io.base_models import local_model_directory
     from whet.model_io.formats.classifier_head import is_classifier

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from whet.data.tokens.prompts import Prompt
@@ -44,7 +44,7 @@ class CodeSettings:
     temperature: float = 0.0
     max_tokens: int = 512
     seed: int = 0
-    limits: SandboxLimits = SandboxLimits()
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -193,9 +193,7 @@ def _tests(fields: Mapping[str, Any], origin: str) -> str:  # Any: JSON values
             hint="python_tests needs a field tests: Python code, or a list of assert statements",
         )
     setup = [fields.get(name) for name in _SETUP_FIELDS]
-    lines = [
-        line for value in setup for line in (value if isinstance(value, list) else [value]) if line
-    ]
+    lines = [line for value in setup for line in (value if isinstance(value, list) else [value]) if line]
     return "\n".join([*map(str, lines), tests])
 
 

@@ -97,9 +97,7 @@ class ModelEvaluation:
         precision = Precision(dtype, dtype, dtype, "as loaded")
         return evaluate_loss(self.model, SFT(), self.batches, precision=precision)
 
-    def exact_match(
-        self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None
-    ) -> ExactMatch:
+    def exact_match(self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None) -> ExactMatch:
         """Return which questions were answered exactly as expected.
 
         Args:

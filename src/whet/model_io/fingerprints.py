@@ -55,9 +55,8 @@ def weights_digest(model: nn.Module) -> str:
     persistent = model.state_dict().keys()  # quantized weights and biases of experts are buffers
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
     for name, tensor in [*model.named_parameters(), *buffers]:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        raw = full.detach().contiguous().reshape(-1).view(torch.uint8)
         is_aligned = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
         bits = raw.view(torch.int64) if is_aligned else raw
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()

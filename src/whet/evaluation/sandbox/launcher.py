@@ -72,12 +72,14 @@ def main() -> None:
     try:
         result = _watch(job, pid, whet, output_fd, passed_fd)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # with namespaces, this kills everything below
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # with namespaces, this kills everything below; else the group of the code, also while it forks
+            (os.kill if has_namespaces else os.killpg)(pid, signal.SIGKILL)
         kill_descendants()
     missing += json.loads(_read_all(notes_fd) or "[]")
     # code of a privileged user could write to this pipe through /proc, but does not know the id
-    print(f"\n{job['id']}{json.dumps({**result, 'missing': missing})}", flush=True)
+    sys.stdout.write(f"\n{job['id']}{json.dumps({**result, 'missing': missing})}\n")
+    sys.stdout.flush()
     os._exit(0)
 
 
@@ -90,7 +92,9 @@ def _try(protect: Callable[[], None], name: str, missing: list[str]) -> bool:
     return True
 
 
-def _watch(job: Job, pid: int, whet: int, output_fd: int, passed_fd: int) -> dict[str, Any]:  # Any: JSON values
+def _watch(
+    job: Job, pid: int, whet: int, output_fd: int, passed_fd: int
+) -> dict[str, Any]:  # Any: JSON values
     """Return how the process ended, and what it printed, up to a limit."""
     deadline = time.monotonic() + job["wall_s"]
     output, limit = b"", job["output_bytes"]

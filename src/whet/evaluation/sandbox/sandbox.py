@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from whet.parallel.process_tree import kill_session
 log = logging.getLogger("whet")
 
 _LAUNCHER_S = 30.0  # for the launcher to start, and to kill all processes of the code
+_KILL_S = 2.0  # for processes to end after SIGKILL
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from whet.evaluation.sandbox.launcher import main; main()"
@@ -121,7 +123,9 @@ def run_program(
             if process.poll() != 0:  # the code may have killed its launcher
                 process.kill()
                 process.communicate()
-                kill_session(process.pid)
+                deadline = time.monotonic() + _KILL_S
+                while kill_session(process.pid) and time.monotonic() < deadline:
+                    time.sleep(0.01)
     for line in reply.decode(errors="replace").splitlines():
         if line.startswith(reply_id):
             return ProgramResult(**json.loads(line.removeprefix(reply_id)))
