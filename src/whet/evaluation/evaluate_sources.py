@@ -156,14 +156,17 @@ def _evaluate(
             log.info(
                 "  prompt    %s\n  expected  %s\n  response  %s\n", question.text, question.answer, answer
             )
-        total, advance = len(questions), generation.progress
+        max_tokens, total, advance = generation.max_tokens, len(questions), generation.progress
         advance(0, total)
-        settings = {"max_tokens": generation.max_tokens, "progress": lambda done: advance(done, total)}
+
+        def progress(done: int) -> None:
+            advance(done, total)
+
         if generation.checks:
-            answers = evaluation.all_answers(**settings)
+            answers = evaluation.all_answers(max_tokens=max_tokens, progress=progress)
             matches = compare_answers(answers, questions)
         else:  # exact match alone does not need complete responses
-            matches = evaluation.exact_match(**settings)
+            matches = evaluation.exact_match(max_tokens=max_tokens, progress=progress)
     return SourceEvaluation(
         loss=loss,
         weight=loss_weight(SFT(), batches),
