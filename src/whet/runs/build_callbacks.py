@@ -29,7 +29,7 @@ log = logging.getLogger("whet")
 
 
 def check_callbacks(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its section
-    """Raise a ConfigError for sinks, samples and budgets that this run does not support."""
+    """Raise a ConfigError for sinks, samples, tasks and budgets that this run does not support."""
     if config.log.sinks:
         from whet.training.observe.sink_backends import check_sinks
 
@@ -39,6 +39,8 @@ def check_callbacks(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its
             "log.samples needs a model that generates text, and this run does not train one",
             hint="remove log.samples",
         )
+    if config.eval.tasks is not None and not recipe.generates_text:
+        raise ConfigError("eval.tasks needs a language model, and this run does not train one")
     budget = config.run.budget
     if budget is not None and budget.flops is not None and not recipe.counts_flops:
         raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
@@ -97,13 +99,13 @@ def task_evaluator(
         directory: The run directory.
         pause: To be called often during an evaluation; it raises an exception if the run has to stop.
     """
-    loaded, section = assembly.recipe.tasks, config.eval.tasks
-    if loaded is None or section is None:
+    section = config.eval.tasks
+    if section is None:
         return None
-    from whet.evaluation.task_evaluator import TaskEvaluator
+    from whet.evaluation.task_evaluator import TaskEvaluator, load_run_tasks
 
     return TaskEvaluator(
-        loaded,
+        assembly.recipe.tasks or load_run_tasks(section, config.eval.early_stop),
         section,
         model=assembly.model,
         tokenizer=assembly.tokenizer,
