@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 TOPICS = {
     "Train": ("train", "resume", "plan", "RunConfig", "RunResult", "Trainer"),
     "Clean data": ("clean_data", "CleanReport"),
-    "Evaluate and export": ("evaluate", "benchmark", "compare_models", "export", "push"),
+    "Evaluate and export": (*("evaluate", "evaluate_code", "benchmark", "compare_models", "export", "push"),),
     "Models and adapters": (
         *("load", "save", "attach_lora", "load_adapter", "save_adapter", "adapters_off", "merge"),
         *("AdapterSet", "merge_models", "load_checkpoint", "save_checkpoint", "reference"),

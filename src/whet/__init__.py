@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from whet.api import benchmark as benchmark
     from whet.api import compare_models as compare_models
     from whet.api import evaluate as evaluate
+    from whet.api import evaluate_code as evaluate_code
     from whet.api import export as export
     from whet.api import push as push
     from whet.api import resume as resume
@@ -81,7 +82,9 @@ _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora",),
     "adapters.merge": ("merge",),
-    "api": ("benchmark", "compare_models", "evaluate", "export", "push", "resume", "train"),
+    "api": (
+        *("benchmark", "compare_models", "evaluate", "evaluate_code", "export", "push", "resume", "train"),
+    ),
     "config.run_config": ("RunConfig",),
     "data.clean.clean_data": ("clean_data",),
     "data.clean.clean_report": ("CleanReport",),

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,17 +13,15 @@ if TYPE_CHECKING:
     import torch
 
     from whet.config.load_config import ConfigLike
-    from whet.data.sources.source import SourceSpec
+    from whet.data.sources.source import Format, SourceSpec
     from whet.data.tokens.examples import TooLong
     from whet.data.tokens.loss_mask import Supervise
-    from whet.evaluation.evaluate_model import ModelEvaluation
     from whet.evaluation.task_result import TaskResult
     from whet.given.given import Function
     from whet.model_io.export.export_run import Layout
     from whet.model_io.export.quantize_model import Quantization, Scales
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
-    from whet.rl.rewards.answer_checks import AnswerCheck
     from whet.runs.push import Push
     from whet.studies.compare_models import ModelComparison
     from whet.training.callbacks import Callback
@@ -115,7 +114,7 @@ def resume(
 
 def evaluate(
     model: "Evaluated",
-    data: "SourceSpec | Path",
+    data: "SourceSpec | Path | Sequence[Mapping[str, Any]]",  # Any: the keys of a weighted source
     *,
     tokenizer: Any = None,  # Any: a transformers tokenizer
     generate: bool = False,
@@ -124,17 +123,23 @@ def evaluate(
     max_tokens: int = 256,
     max_length: int = 2048,
     too_long: "TooLong" = "truncate",
-    supervise: "Supervise" = "assistant",
+    supervise: "Supervise | None" = None,
+    columns: Mapping[str, str] | None = None,
+    record_format: "Format | None" = None,
+    template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:  # Any: numbers, and lists in the report of a classifier
+) -> dict[str, Any]:  # Any: numbers, lists in the report of a classifier, and the metrics of sources
     """Evaluate a language model, a classifier or a quality model on a data set.
 
-    The keyword arguments only apply to language models.
+    The keyword arguments only apply to language models. If the model is a run, the defaults of `supervise`,
+    `columns` and `template_args` are those of its config.
 
     Args:
         model: A finished run, a model name or directory, a loaded model, the (model, tokenizer) pair that
             `whet.load` returns, or a `Classifier`.
-        data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N.
+        data: A source as in data.test: a file, a directory (its test split), hf:NAME or synth:NAME:N; or a
+            list of sources, optionally with weights.
         tokenizer: The tokenizer of a loaded model that is passed without one.
         generate: Also generate a response to each prompt and report exact match.
         checks: With `generate`, checks of the responses, reported as the fraction that passes: "json_valid",
@@ -143,20 +148,24 @@ def evaluate(
         max_tokens: The maximum number of tokens per generated response.
         max_length: The maximum length of an example, in tokens.
         too_long: How to treat longer examples, as in data.too_long.
-        supervise: The tokens that count for the loss, as in data.supervise.
+        supervise: The tokens that count for the loss, as in data.supervise. By default "assistant".
+        columns: Names of columns in the data, by whet's name of the field, as in data.columns.
+        record_format: The format of the records, as in data.format. By default detected.
+        template: A chat template, as in data.template. By default that of the model.
+        template_args: Arguments of the chat template, as in data.template_args.
         progress: Called as `progress(done, total)` with the number of generated responses.
 
     Returns:
         The metrics that `whet eval` prints: for a language model eval_loss, eval_perplexity and others (with
-        `generate` also exact_match), for a classifier its report, for a quality model its metrics.
+        `generate` also exact_match), for a classifier its report, for a quality model its metrics. With
+        several sources, `sources` has the metrics of each by name.
 
     Raises:
         WhetError: The model or the data is invalid.
     """
-    from whet.data.sources.source import open_source
-    from whet.errors import ConfigError, DataError, check_positive
-    from whet.evaluation.evaluate_model import ModelEvaluation
-    from whet.model_io.load import load
+    from whet.errors import ConfigError, check_positive
+    from whet.evaluation.data_options import options_of_model
+    from whet.evaluation.evaluate_sources import GenerationSettings, evaluate_sources, sources_of
     from whet.recipes.classify.classifier import Classifier
     from whet.rl.rewards.answer_checks import parse_checks
 
@@ -168,12 +177,138 @@ def evaluate(
         )
     if max_length < 2:
         raise ConfigError(f"max_length must be at least 2, not {max_length}")
-    spec = str(data) if isinstance(data, Path) else data
+    spec = _source_spec(data)
+    given = {
+        "supervise": supervise,
+        "columns": columns,
+        "form": record_format,
+        "template": template,
+        "template_args": template_args,
+    }
     if isinstance(model, Classifier):
         return model.evaluate(spec)
     if isinstance(model, str | Path) and (report := _evaluate_other_model(model, spec)) is not None:
+        if any(value is not None for value in given.values()):
+            raise ConfigError(f"{model} is not a language model, so options of the data do not apply to it")
         return report
-    source = open_source(spec, split="test")  # report invalid data before loading the model
+    options = options_of_model(model).replace_given(**given)
+    for each in sources_of(spec):
+        options.open(each)  # report invalid data before loading the model
+    language_model, model_tokenizer = _load_with_tokenizer(model, tokenizer, spec)
+    generation = GenerationSettings(max_tokens, parsed_checks, samples, progress or (lambda *_: None))
+    return evaluate_sources(
+        language_model,
+        options.apply_template(model_tokenizer),
+        spec,
+        options=options,
+        max_length=min(max_length, language_model.max_positions),
+        too_long=too_long,
+        generation=generation if generate else None,
+    )
+
+
+def evaluate_code(
+    model: "str | Path | tuple[LanguageModel, Any]",  # Any: a tokenizer
+    data: "SourceSpec | Path",
+    *,
+    n: int = 1,
+    k: Iterable[int] | None = None,
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    seed: int = 0,
+    timeout: float = 10.0,
+    samples: int = 0,
+    columns: Mapping[str, str] | None = None,
+    record_format: "Format | None" = None,
+    template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,  # Any: JSON values
+    allow_code_execution: bool = False,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> dict[str, Any]:  # Any: numbers, and a count of each failure
+    """Generate Python programs, run them with the tests of their records, and return pass@k.
+
+    A record has a prompt and `tests`: Python code or a list of assert statements. The fields of HumanEval
+    (`test`, `entry_point`) and MBPP (`test_list`) are read as well. The programs run in a sandbox, whose
+    protection has limits: docs/evaluate.md lists them.
+
+    Args:
+        model: A finished run, a model name or directory, or the (model, tokenizer) pair of `whet.load`.
+        data: The records, as in `evaluate`.
+        n: The number of programs per prompt.
+        k: The values of k. By default 1 and n.
+        temperature: The sampling temperature. 0 is greedy, for n = 1.
+        max_tokens: The maximum number of tokens per answer.
+        seed: Determines the samples.
+        timeout: The limit on the running time of a program, in seconds.
+        samples: The number of prompts to log with a program and its result, at level INFO.
+        columns: Names of columns in the data, as in `evaluate`.
+        record_format: The format of the records, as in `evaluate`.
+        template: A chat template, as in `evaluate`.
+        template_args: Arguments of the chat template, as in `evaluate`.
+        allow_code_execution: Must be True: the model's code runs on this machine.
+        progress: Called with what is done, the number of programs, and their total.
+
+    Returns:
+        `pass@K` for each k with `pass@K_stderr`, the number of `problems`, the number of `samples` per
+        problem, and `failures`: how often programs failed, by reason.
+
+    Raises:
+        WhetError: The model or the data is invalid, or code execution was not allowed.
+    """
+    from whet.data.tokens.prompts import read_prompts
+    from whet.errors import ConfigError
+    from whet.evaluation.code_tests import CodeSettings
+    from whet.evaluation.code_tests import evaluate_code as evaluate_programs
+    from whet.evaluation.data_options import options_of_model
+    from whet.evaluation.sandbox.sandbox import SandboxLimits
+
+    if not allow_code_execution:
+        raise ConfigError(
+            "python_tests runs code that the model writes on this machine",
+            hint="allow it with --allow-code-execution, or allow_code_execution=True in Python; "
+            "docs/evaluate.md says what the sandbox protects",
+        )
+    if not timeout > 0:
+        raise ConfigError(f"timeout must be positive, not {timeout:g}")
+    limits = SandboxLimits(wall_s=timeout, cpu_s=math.ceil(timeout))
+    settings = CodeSettings(
+        n, None if k is None else tuple(k), temperature, max_tokens=max_tokens, seed=seed, limits=limits
+    )
+    spec = _source_spec(data)
+    options = options_of_model(model).replace_given(
+        columns=columns, form=record_format, template=template, template_args=template_args
+    )
+    source = options.open(spec)  # report invalid data before loading the model
+    language_model, model_tokenizer = _load_with_tokenizer(model, None, spec)
+    model_tokenizer = options.apply_template(model_tokenizer)
+    prompts = read_prompts(source, model_tokenizer, template_args=options.template_args)
+    return evaluate_programs(
+        language_model, model_tokenizer, prompts, settings, samples=samples, progress=progress
+    )
+
+
+def _source_spec(
+    data: "SourceSpec | Path | Sequence[Mapping[str, Any]]",
+) -> "SourceSpec":  # Any: as in `evaluate`
+    """Return the source of `whet.evaluate`, with mappings as weighted sources."""
+    from whet.config.data import WeightedSource
+
+    if isinstance(data, str | Path):
+        return str(data)
+    parts = [WeightedSource(**part) if isinstance(part, Mapping) else part for part in data]
+    sources = [str(part) if isinstance(part, Path) else part for part in parts]
+    return sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources  # type: ignore[return-value]  # all str or all weighted
+
+
+def _load_with_tokenizer(
+    model: "str | Path | LanguageModel | tuple[LanguageModel, Any]",
+    tokenizer: Any,
+    spec: "SourceSpec",  # Any: a transformers tokenizer
+) -> "tuple[LanguageModel, Any]":
+    """Return the language model that an argument names or contains, and the tokenizer."""
+    from whet.errors import DataError
+    from whet.model_io.load import load
+
     if isinstance(model, str | Path):
         language_model, loaded_tokenizer = load(model)
     else:
@@ -181,45 +316,7 @@ def evaluate(
     if tokenizer is None and loaded_tokenizer is None:
         name = model if isinstance(model, str | Path) else "the model"
         raise DataError(f"{name} has no tokenizer, so it cannot read {spec}", hint="pass one: tokenizer=...")
-    evaluation = ModelEvaluation(
-        language_model,
-        loaded_tokenizer if tokenizer is None else tokenizer,
-        source,
-        max_length=min(max_length, language_model.max_positions),
-        supervise=supervise,
-        too_long=too_long,
-    )
-    log.info("%s: %s", spec, evaluation.summary)
-    metrics = evaluation.loss()
-    if generate and evaluation.questions:
-        for question, answer in evaluation.answers(samples, max_tokens=max_tokens):
-            log.info(
-                "  prompt    %s\n  expected  %s\n  response  %s\n", question.text, question.answer, answer
-            )
-        total = len(evaluation.questions)
-        advance = progress or (lambda *_: None)
-        advance(0, total)
-        metrics |= _response_metrics(
-            evaluation, parsed_checks, max_tokens=max_tokens, progress=lambda done: advance(done, total)
-        )
-    return metrics
-
-
-def _response_metrics(
-    evaluation: "ModelEvaluation",
-    checks: "list[AnswerCheck]",
-    *,
-    max_tokens: int,
-    progress: Callable[[int], None],
-) -> dict[str, float]:
-    """Return exact match, and the fraction of responses that pass each check."""
-    from whet.evaluation.exact_match import compare_answers
-
-    if not checks:  # exact match alone does not need complete responses
-        return evaluation.exact_match(max_tokens=max_tokens, progress=progress)
-    answers = evaluation.all_answers(max_tokens=max_tokens, progress=progress)
-    passed = {check.name: check.fraction(answers, evaluation.questions) for check in checks}
-    return compare_answers(answers, evaluation.questions).metrics() | passed
+    return language_model, loaded_tokenizer if tokenizer is None else tokenizer
 
 
 def benchmark(
@@ -247,7 +344,8 @@ def benchmark(
         progress: Called with what is computed, the number of finished requests of a task, and their total.
 
     Returns:
-        The result of each task: its scores with standard errors, and the score of each item.
+        The result of each task: its scores with standard errors, and the score of each item. The totals of
+        groups follow the tasks.
 
     Raises:
         WhetError: A task or the model is invalid, or lm-evaluation-harness is not installed.
@@ -272,8 +370,9 @@ def benchmark(
         language_model, tokenizer, loaded_tasks, settings=settings, stored=stored, progress=progress
     ):
         final = result
-        if contamination and directory is not None and result.contamination is None:
-            final = _with_contamination(result, loaded_tasks[result.task], directory)
+        is_task = result.task in loaded_tasks.tasks
+        if contamination and is_task and directory is not None and result.contamination is None:
+            final = _with_contamination(result, loaded_tasks.tasks[result.task], directory)
         if directory is not None and (is_new or final != result):
             append_result(directory, final)
         if not is_new:

@@ -16,6 +16,7 @@ from whet.cli.app import main
 from whet.data.synthetic.generators import generate
 from whet.errors import ConfigError, WhetError
 from whet.evaluation.task_result import read_results
+from whet.runs.run_files import read_run
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow  # make test-slow installs lm-eval
@@ -174,6 +175,73 @@ def test_results_are_stored_with_the_run_and_reused(run, tmp_path):
     [other] = whet.benchmark(run, [tasks["choice"]])
     assert len({first.key, fewer.key, other.key}) == 3
     assert len(read_results(run)) == before + 3
+
+
+GROUP = """
+group: local_group
+task: [local_choice, local_other]
+aggregate_metric_list:
+  - {{metric: acc, aggregation: mean, weight_by_size: {weighted}}}
+  - {{metric: acc_norm, aggregation: mean, weight_by_size: true}}
+metadata: {{version: 3}}
+"""
+
+
+def write_group(directory, *, weighted):
+    """Write a group of two multiple-choice tasks of different sizes; return its path."""
+    write_tasks(directory)
+    text = (directory / "choice.yaml").read_text().replace("local_choice", "local_other")
+    (directory / "other.yaml").write_text(text.replace("data.jsonl", "fewer.jsonl"))
+    lines = (directory / "data.jsonl").read_text().splitlines(keepends=True)
+    (directory / "fewer.jsonl").write_text("".join(reversed(lines[:5])))
+    path = directory / "group.yaml"
+    path.write_text(GROUP.format(weighted=str(weighted).lower()))
+    return str(path)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_group_totals_equal_those_of_the_harness(tiny, tmp_path, weighted):
+    from lm_eval.tasks import TaskManager
+
+    from whet.evaluation.harness import HarnessModel
+
+    path = write_group(tmp_path, weighted=weighted)
+    choice, other, group = whet.benchmark(tiny, [path])
+    theirs = lm_eval.simple_evaluate(
+        model=HarnessModel(*tiny),
+        tasks=["local_group"],
+        task_manager=TaskManager(include_defaults=False, include_path=str(tmp_path)),
+    )["groups"]["local_group"]
+    assert (group.task, group.version, group.items, group.shots) == ("local_group", "3", 17, 2)
+    assert group.tasks == ["local_choice", "local_other"]
+    for metric in ("acc", "acc_norm"):
+        assert group.scores[metric].value == theirs[f"{metric},none"]
+        assert group.scores[metric].stderr == theirs[f"{metric}_stderr,none"]
+    pooled = choice.item_scores["acc_norm"] + other.item_scores["acc_norm"]
+    assert group.scores["acc_norm"].value == pytest.approx(np.mean(pooled))  # weighted by size
+    assert group.item_scores["acc_norm"] == pooled
+    assert ("acc" in group.item_scores) == weighted  # otherwise not a mean over the items
+    if not weighted:
+        means = [np.mean(task.item_scores["acc"]) for task in (choice, other)]
+        assert group.scores["acc"].value == pytest.approx(np.mean(means))
+
+
+def test_group_totals_are_stored_and_compared(run, tiny_directory, tmp_path):
+    from whet.studies.compare_benchmarks import compare_benchmarks
+
+    path = write_group(tmp_path, weighted=True)
+    *_, group = whet.benchmark(run, [path])
+    count = len(read_results(run))
+    assert read_results(run)[-1] == group
+    assert whet.benchmark(run, [path], contamination=True)[-1] == group
+    assert whet.benchmark(run, [path])[-1] == group
+    assert sum(result.task == "local_group" for result in read_results(run)[count:]) == 0
+    other = whet.train(run_config(tiny_directory, tmp_path / "other", optim={"lr": 0.1}), verbose=0).directory
+    whet.benchmark(other, [path])
+    comparisons = compare_benchmarks([[read_run(run)], [read_run(other)]])
+    [row] = [each for each in comparisons if (each.task, each.metric) == ("local_group (2-shot)", "acc")]
+    assert row.paired[1].items == 17
+    assert row.values[0] == group.scores["acc"].value
 
 
 def test_contamination_counts_items_of_the_training_data(run, tmp_path):

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from whet.config.placeholder import parse_placeholder
 from whet.config.section import KeyInfo, Positive, Section, Text
@@ -21,6 +21,22 @@ class EarlyStop(Section):
     )
     patience: Positive = Field(3, description="evaluations without improvement after which the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest change that counts as an improvement")
+
+
+class BenchmarkTasks(Section):
+    """Benchmark tasks of lm-evaluation-harness that are evaluated during a run."""
+
+    names: Annotated[list[Text], Field(min_length=1)] = Field(
+        description="names of tasks or groups that lm-evaluation-harness has, and task files (YAML)"
+    )
+    every: Annotated[Positive | None, _CHANGEABLE] = Field(
+        None, description="steps between evaluations of the tasks, a multiple of eval.every; null: eval.every"
+    )
+    limit: Positive | None = Field(None, description="number of items per task; null: all")
+    shots: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="number of examples in each prompt; null: that of the task"
+    )
+    chat: bool = Field(False, description="render prompts with the chat template of the model")
 
 
 class Evaluation(Section):
@@ -43,9 +59,41 @@ class Evaluation(Section):
     max_new_tokens: Annotated[Positive, _CHANGEABLE] = Field(
         256, description="maximum tokens per generated response"
     )
+    tasks: BenchmarkTasks | None = Field(
+        None,
+        description="benchmark tasks of lm-evaluation-harness, logged as eval_TASK_METRIC: a list of names "
+        "and task files, or a mapping; null: none",
+    )
     early_stop: EarlyStop | None = Field(
         None, description="stop the run when a metric stops improving; null: never"
     )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _names_to_section(cls, tasks: Any) -> Any:  # Any: YAML or Python values
+        if isinstance(tasks, str):
+            tasks = [tasks]
+        return {"names": tasks} if isinstance(tasks, list) else tasks
+
+    @model_validator(mode="after")
+    def _check_intervals(self) -> "Evaluation":
+        if self.tasks is None or self.tasks.every is None or self.every is None:
+            return self
+        if self.tasks.every % self.every:
+            raise ValueError(
+                f"tasks.every ({self.tasks.every}) must be a multiple of eval.every ({self.every})"
+            )
+        return self
+
+    @property
+    def interval(self) -> int | None:
+        """Steps between evaluations: eval.every, or eval.tasks.every if only that is set."""
+        return self.tasks.every if self.every is None and self.tasks is not None else self.every
+
+    def evaluates_tasks_at(self, step: int) -> bool:
+        """Return whether an evaluation after this step, which is not the last, includes the tasks."""
+        every = None if self.tasks is None else self.tasks.every or self.every
+        return self.tasks is not None and (step == 0 or (every is not None and step % every == 0))
 
     @field_validator("metrics", mode="before")
     @classmethod

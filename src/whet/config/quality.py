@@ -92,6 +92,7 @@ def quality_problem(values: Mapping[str, Any]) -> str | None:  # Any: values of 
         "objective.kind must be regression": values["objective"].kind != "regression",
         "eval.generate needs a language model": values["eval"].generate,
         "eval.metrics needs a language model": bool(values["eval"].metrics),
+        "eval.tasks needs a language model": values["eval"].tasks is not None,
         "data.curriculum needs a language model": values["data"].curriculum is not None,
         "data.format must be tabular": values["data"].format not in ("auto", "tabular"),
         "optim.mup needs a language model": values["optim"].mup is not None,

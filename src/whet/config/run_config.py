@@ -177,7 +177,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_evaluation_data(self) -> "RunConfig":
-        if self.eval.every is not None and not self.has_validation:
+        if self.eval.every is not None and not self.has_validation and self.eval.tasks is None:
             raise ValueError("eval.every needs data.valid")
         if self.eval.generate and not self._has("valid") and not self._has("test"):
             raise ValueError("eval.generate needs data.valid or data.test")
@@ -196,7 +196,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_early_stop(self) -> "RunConfig":
         early = self.eval.early_stop
-        if early is not None and not self.has_validation:
+        if early is not None and not self.has_validation and self.eval.tasks is None:
             raise ValueError("eval.early_stop needs data.valid")
         generates = self.objective.kind == "grpo"  # evaluates by generating, without a loss
         if early is not None and early.metric == "exact_match" and not (self.eval.generate or generates):
@@ -233,6 +233,7 @@ class RunConfig(Section):
         for key, is_set in (
             ("eval.generate", self.eval.generate),
             ("eval.metrics", self.eval.metrics),
+            ("eval.tasks", self.eval.tasks),
             ("data.too_long: split", data.too_long == "split"),
         ):
             if is_set:

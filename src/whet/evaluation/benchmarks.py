@@ -8,12 +8,16 @@ import contextlib
 import difflib
 import hashlib
 import importlib.metadata
+import io
 import json
 import logging
 import math
+import os
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,16 +28,29 @@ import torch
 
 from whet.error_boundary import error_text
 from whet.errors import ConfigError, WhetError
-from whet.evaluation.task_result import Score, TaskResult
+from whet.evaluation.task_groups import GroupObject, group_results
+from whet.evaluation.task_result import Score, TaskResult, parse_results
 from whet.model_io.fingerprints import weights_digest
 from whet.models.language_model import LanguageModel
+from whet.parallel.fsdp import gathered_parameters
+from whet.parallel.process_group import SINGLE_PROCESS, World
+from whet.training.callbacks import EvaluationStoppedError
 
 EXTRA_HINT = 'pip install "whet[evals]"'
-_GROUP = re.compile(r"^group\s*:", re.MULTILINE)
+_GROUP = re.compile(r"^group\s*:\s*[\"']?([^\s\"'#]+)", re.MULTILINE)
 _MAX_SUGGESTIONS = 3
+DEFAULT_BOOTSTRAP = 100_000  # resamples; that of the harness, which computes so many in several processes
 
 TaskObject = Any  # Any: a task of the harness, which has no types
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class LoadedTasks:
+    """Tasks and groups of the harness, by name."""
+
+    tasks: Mapping[str, TaskObject]  # also those of the groups
+    groups: Mapping[str, GroupObject]
 
 
 @dataclass(frozen=True)
@@ -44,11 +61,13 @@ class TaskSettings:
         limit: the number of items per task. None: all.
         shots: the number of examples in each prompt. None: that of the task.
         chat: whether prompts are rendered with the model's chat template.
+        bootstrap: the number of resamples for standard errors without a formula.
     """
 
     limit: int | None = None
     shots: int | None = None
     chat: bool = False
+    bootstrap: int = DEFAULT_BOOTSTRAP
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -60,38 +79,53 @@ class TaskSettings:
 def run_tasks(
     model: LanguageModel,
     tokenizer: Any,  # Any: a transformers tokenizer
-    tasks: Mapping[str, TaskObject],
+    loaded: LoadedTasks,
     *,
     settings: TaskSettings,
     stored: Sequence[TaskResult] = (),
     progress: Progress = lambda *_: None,
+    world: World = SINGLE_PROCESS,
 ) -> Iterator[tuple[TaskResult, bool]]:
-    """Yield the result of each task, and whether it is new.
+    """Yield the result of each task, then the total of each group, and whether it is new.
 
     Args:
         model: the model to evaluate.
         tokenizer: its tokenizer.
-        tasks: tasks by name, as `load_tasks` returns them.
+        loaded: tasks and groups, as `load_tasks` returns them.
         settings: how the tasks are run.
-        stored: results that are not computed again.
-        progress: called with what is computed, the number of finished requests, and their total.
+        stored: results that are not computed again; only those of rank 0 count.
+        progress: called with what is computed, the number of finished requests, and their total. It may raise
+            EvaluationStoppedError.
+        world: the processes that share the requests; all of them must call this.
 
     Raises:
         ConfigError: a task fails.
     """
     from whet.evaluation.harness import HarnessModel
 
-    weights = weights_digest(model)
+    with gathered_parameters(model):
+        weights = world.broadcast(weights_digest(model))
     known = {result.key: result for result in stored}
-    harness_model = HarnessModel(model, tokenizer, progress=progress)
-    for name, task in tasks.items():
+    harness_model = HarnessModel(model, tokenizer, progress=progress, world=world)
+    results: dict[str, TaskResult] = {}
+    for name, task in loaded.tasks.items():
         if settings.chat and not tokenizer.chat_template:
             raise ConfigError("the tokenizer has no chat template", hint="run the tasks without --chat")
         key = result_key(task, weights=weights, settings=settings)
-        if key in known:
-            yield known[key], False
-            continue
-        yield _run_task(harness_model, name, task, key=key, settings=settings), True
+        result = known.get(key)
+        if is_new := world.broadcast(result is None):
+            result = _run_task(harness_model, name, task, key=key, settings=settings)
+        results[name] = _broadcast_result(world, result)
+        yield results[name], is_new
+    yield from group_results(loaded.groups, results, stored=stored)
+
+
+def _broadcast_result(world: World, result: TaskResult | None) -> TaskResult:
+    """Return the result of rank 0 on all ranks."""
+    if world.size > 1:
+        [result] = parse_results([world.broadcast(result.to_json() if world.is_main and result else {})])
+    assert result is not None
+    return result
 
 
 def result_key(task: TaskObject, *, weights: str, settings: TaskSettings) -> str:
@@ -99,6 +133,11 @@ def result_key(task: TaskObject, *, weights: str, settings: TaskSettings) -> str
     shots = _shots(task, settings)
     # num_fewshot: the harness overwrites it when it runs the task
     config = {name: value for name, value in task.dump_config().items() if name != "num_fewshot"}
+    config["metadata"] = {
+        name: value
+        for name, value in (config.get("metadata") or {}).items()
+        if name != "config_source"  # the path of the task's file
+    }
     parts = {
         "weights": weights,
         "harness": importlib.metadata.version("lm-eval"),
@@ -107,6 +146,7 @@ def result_key(task: TaskObject, *, weights: str, settings: TaskSettings) -> str
         "examples": list(_documents(task.fewshot_docs(), None)) if shots else [],
         "shots": shots,
         "chat": settings.chat,
+        **({} if settings.bootstrap == DEFAULT_BOOTSTRAP else {"bootstrap": settings.bootstrap}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -138,8 +178,10 @@ def _item_text(task: TaskObject, document: Any) -> str:  # Any: JSON values
     return f"{prompt} {target}" if isinstance(prompt, str) else str(target)
 
 
-def load_tasks(names: Sequence[str]) -> dict[str, TaskObject]:
-    """Return tasks by name; a group becomes its tasks.
+def load_tasks(names: Sequence[str]) -> LoadedTasks:
+    """Return tasks and groups by name, with the tasks of the groups.
+
+    A group in a file may name the tasks of other files in its directory.
 
     Args:
         names: names of tasks that the harness has, and paths of YAML files.
@@ -158,23 +200,45 @@ def load_tasks(names: Sequence[str]) -> dict[str, TaskObject]:
         )
     texts = {name: _read_task_file(name) for name in names if _is_file_name(name)}
     # indexing the tasks of the harness takes seconds, and a task file does not need them
-    needs_index = len(texts) < len(names) or any(_GROUP.search(text) for text in texts.values())
-    manager = TaskManager(include_defaults=needs_index)
+    group_names = {name: match[1] for name, text in texts.items() if (match := _GROUP.search(text))}
+    needs_index = bool(group_names) or len(texts) < len(names)
     tasks: dict[str, TaskObject] = {}
-    for name in names:
-        if name not in texts:
-            _check_known(name, manager.all_tasks)
-        try:
-            with _preserved_random_state():
-                tasks |= manager.load([name])["tasks"]
-        except Exception as error:  # the harness, a dataset or a task's own code may raise anything
-            raise ConfigError(
-                f"the task {name} cannot be loaded: {error_text(error)}",
-                hint="see docs/evaluate.md for the keys of a task"
-                if name in texts
-                else "its data is downloaded on first use, which needs a network",
-            ) from error
-    return tasks
+    groups: dict[str, GroupObject] = {}
+    with _index_of_siblings(group_names) as index:
+        manager = TaskManager(include_defaults=needs_index, include_path=index)
+        for name in names:
+            if name not in texts:
+                _check_known(name, manager.all_tasks)
+            try:
+                with _preserved_random_state():
+                    loaded = manager.load([group_names.get(name, name)])
+            except Exception as error:  # the harness, a dataset or a task's own code may raise anything
+                raise ConfigError(
+                    f"the task {name} cannot be loaded: {error_text(error)}",
+                    hint="see docs/evaluate.md for the keys of a task"
+                    if name in texts
+                    else "its data is downloaded on first use, which needs a network",
+                ) from error
+            tasks |= loaded["tasks"]
+            groups |= loaded["groups"]
+    return LoadedTasks(tasks, groups)
+
+
+@contextlib.contextmanager
+def _index_of_siblings(group_files: Collection[str]) -> Iterator[str | None]:
+    """Yield a directory of files that include the task files next to group files, or None without groups.
+
+    The harness would search directories recursively, which takes minutes in a large project.
+    """
+    if not group_files:
+        yield None
+        return
+    directories = {Path(name).absolute().parent for name in group_files}
+    siblings = sorted(path for directory in directories for path in directory.glob("*.yaml"))
+    with tempfile.TemporaryDirectory(prefix="whet-tasks-") as index:
+        for number, path in enumerate(siblings):
+            (Path(index) / f"{number}.yaml").write_text(json.dumps({"include": str(path)}))
+        yield index
 
 
 def _is_file_name(name: str) -> bool:
@@ -198,12 +262,13 @@ def _check_known(name: str, known: Sequence[str]) -> None:
 
 def _run_task(
     model: Any, name: str, task: TaskObject, *, key: str, settings: TaskSettings
-) -> TaskResult:  # Any: a model of the harness
+) -> TaskResult | None:  # Any: a model of the harness
+    """Return the result of a task on rank 0, and None on the other ranks."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     try:
-        with _preserved_random_state():
+        with _preserved_state(settings.bootstrap):
             results = simple_evaluate(
                 model=model,
                 tasks=[task],
@@ -211,12 +276,15 @@ def _run_task(
                 limit=settings.limit,
                 apply_chat_template=settings.chat,
                 log_samples=True,
+                bootstrap_iters=settings.bootstrap if model.world.is_main else 0,
                 task_manager=TaskManager(include_defaults=False),  # the task is already loaded
             )
-    except WhetError:
+    except (WhetError, EvaluationStoppedError):
         raise
     except Exception as error:  # templates and functions of a task may raise anything
         raise ConfigError(f"the task {name} failed: {error_text(error)}") from error
+    if not model.world.is_main:
+        return None
     samples = results["samples"][name]
     ids, item_scores = _item_scores(samples)
     return TaskResult(
@@ -232,6 +300,25 @@ def _run_task(
         item_scores=item_scores,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+@contextlib.contextmanager
+def _preserved_state(bootstrap: int) -> Iterator[None]:
+    """Restore what the harness changes, and keep its progress bars out of stdout and of the logs of a run.
+
+    Few resamples are computed in this process: a run must not fork.
+    """
+    in_run = bootstrap < DEFAULT_BOOTSTRAP
+    variable = "DISABLE_MULTIPROC"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_preserved_random_state())
+        if in_run and not sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if in_run and variable not in os.environ:
+            os.environ[variable] = "1"
+            stack.callback(os.environ.pop, variable)
+        yield
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Evaluate the loss and the exact match of a model on data, for `whet eval`."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from whet.data.batches import evaluation_batches
@@ -14,7 +14,7 @@ from whet.data.tokens.loss_mask import Supervise
 from whet.data.tokens.prepare_dataset import Preparation
 from whet.data.tokens.tokenize import Question, token_bytes
 from whet.errors import DataError
-from whet.evaluation.exact_match import exact_match, greedy_answers
+from whet.evaluation.exact_match import ExactMatch, exact_match, greedy_answers
 from whet.generation.engine import generate_tokens
 from whet.hardware import Precision
 from whet.models.language_model import LanguageModel
@@ -48,6 +48,8 @@ class ModelEvaluation:
         max_length: the largest number of tokens per example.
         supervise: which messages of a chat count in the loss.
         too_long: how examples longer than `max_length` are treated.
+        supervise_thinking: whether the thinking of answers counts in the loss.
+        template_args: arguments of the chat template.
 
     Raises:
         DataError: a record has no next-token loss.
@@ -62,10 +64,19 @@ class ModelEvaluation:
         max_length: int,
         supervise: Supervise = "assistant",
         too_long: TooLong = "truncate",
+        supervise_thinking: bool = True,
+        template_args: Mapping[str, Any] | None = None,  # Any: JSON values
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        preparation = Preparation(tokenizer, cache=tokens_dir(), supervise=supervise, allow_empty=True)
+        preparation = Preparation(
+            tokenizer,
+            cache=tokens_dir(),
+            supervise=supervise,
+            allow_empty=True,
+            template_args=template_args,
+            supervise_thinking=supervise_thinking,
+        )
         try:
             store = preparation.store(source)
             examples = build_examples(store, max_length=max_length, too_long=too_long)
@@ -87,10 +98,8 @@ class ModelEvaluation:
         precision = Precision(dtype, dtype, dtype, "as loaded")
         return evaluate_loss(self.model, SFT(), self.batches, precision=precision)
 
-    def exact_match(
-        self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None
-    ) -> dict[str, float]:
-        """Return the fraction of questions with exactly the expected answer, overall and per group.
+    def exact_match(self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None) -> ExactMatch:
+        """Return which questions were answered exactly as expected.
 
         Args:
             max_tokens: the largest number of tokens per answer.
@@ -98,7 +107,7 @@ class ModelEvaluation:
         """
         return exact_match(
             self.model, self.tokenizer, self.questions, max_tokens=max_tokens, progress=progress
-        ).metrics()
+        )
 
     def all_answers(self, *, max_tokens: int, progress: Callable[[int], None] = lambda _: None) -> list[str]:
         """Return the complete greedy answer to each question.

@@ -16,12 +16,14 @@ from lm_eval.api.registry import register_model
 from whet.data.templates.chat import render_chat
 from whet.errors import ConfigError, DataError
 from whet.evaluation.loglikelihood import TokenPair, score_continuations
-from whet.generation.engine import generate_tokens
-from whet.generation.sampling import Sampling
+from whet.generation.engine import complete, strip_stop_token
+from whet.generation.sampling import Sampling, row_seeds
 from whet.generation.stop_strings import decode, stop_watcher, truncate_at_stop
 from whet.model_io.load import load
 from whet.models.language_model import LanguageModel
 from whet.models.stop_tokens import stop_tokens
+from whet.parallel.fsdp import gathered_parameters
+from whet.parallel.process_group import SINGLE_PROCESS, World
 
 DEFAULT_MAX_TOKENS = 256  # of a generated answer, if the task sets no limit; that of the harness
 _BATCH_SIZE = 64  # prompts decoded as one batch
@@ -46,6 +48,7 @@ class HarnessModel(TemplateLM):
         max_length: the context length. Default: the model's.
         seed: determines the samples of tasks that sample.
         progress: called with what is computed, the number of finished requests, and their total.
+        world: the processes that share the requests.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -63,6 +66,7 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         seed: int = 0,
         progress: Callable[[str, int, int], None] = lambda *_: None,
+        world: World = SINGLE_PROCESS,
         **unknown: Any,  # Any: arguments that the harness adds
     ) -> None:
         super().__init__()
@@ -80,6 +84,7 @@ class HarnessModel(TemplateLM):
         # "auto" is a value of the harness
         self.batch_size = int(batch_size) if batch_size and str(batch_size).isdigit() else _BATCH_SIZE
         self.seed, self.progress = seed, progress
+        self.world = world
 
     @property
     def device(self) -> torch.device:
@@ -152,13 +157,17 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _scores(self, pairs: Sequence[TokenPair]) -> list[tuple[float, bool]]:
-        scores = score_continuations(
-            self.model,
-            pairs,
-            max_length=self.max_length,
-            progress=lambda done, total: self.progress("log-likelihoods", done, total),
-        )
-        return [(score.logprob, score.is_greedy) for score in scores]
+        def score(part: Sequence[TokenPair]) -> list[tuple[float, bool]]:
+            scores = score_continuations(
+                self.model,
+                part,
+                max_length=self.max_length,
+                progress=lambda done, total: self.progress("log-likelihoods", done, total),
+            )
+            return [(score.logprob, score.is_greedy) for score in scores]
+
+        with gathered_parameters(self.model):
+            return [(logprob, is_greedy) for logprob, is_greedy in self.world.map_items(pairs, score)]
 
     def generate_until(self, requests: Requests, disable_tqdm: bool = True) -> list[str]:
         """Return the generated text of each request, up to the first of its `until` strings."""
@@ -192,16 +201,24 @@ class HarnessModel(TemplateLM):
                 f"the task generates up to {max_tokens} tokens, but the model's context is {self.max_length}",
                 hint="set generation_kwargs.max_gen_toks in the task to a smaller number",
             )
-        outputs = generate_tokens(
-            self.model,
-            [prompt[-room:] for prompt in prompts],
-            max_tokens=max_tokens,
-            stop_tokens=stop_tokens(self.model, self.tokenizer),
-            sampling=sampling,
-            seed=self.seed + seed,
-            watch=stop_watcher(self.tokenizer, until) if until else None,
-        )
-        return [truncate_at_stop(decode(self.tokenizer, tokens), until) for tokens in outputs]
+        ends = stop_tokens(self.model, self.tokenizer)
+
+        def generate(part: Sequence[tuple[list[int], int]]) -> list[str]:
+            completions = complete(
+                self.model,
+                [prompt[-room:] for prompt, _ in part],
+                max_tokens=max_tokens,
+                stop_tokens=ends,
+                sampling=sampling,
+                seeds=[row_seed for _, row_seed in part],
+                watch=stop_watcher(self.tokenizer, until) if until else None,
+            )
+            tokens = [strip_stop_token(completion, ends) for completion in completions]
+            return [truncate_at_stop(decode(self.tokenizer, each), until) for each in tokens]
+
+        rows = list(zip(prompts, row_seeds(len(prompts), seed=self.seed + seed), strict=True))
+        with gathered_parameters(self.model):
+            return self.world.map_items(rows, generate)
 
     def get_model_info(self) -> dict[str, Any]:  # Any: JSON values
         """Return facts for the harness's result files."""

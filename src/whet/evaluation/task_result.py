@@ -33,7 +33,7 @@ class Contamination:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The metrics of a model on one task, and the score of each item."""
+    """The metrics of a model on one task or group of tasks, and the score of each item."""
 
     key: str  # a hash of everything that the scores depend on
     task: str
@@ -47,6 +47,8 @@ class TaskResult:
     item_scores: dict[str, list[float]] = field(default_factory=dict)  # metrics that are means over the items
     date: str = ""  # of the evaluation, UTC
     contamination: Contamination | None = None  # None: not computed
+    tasks: list[str] = field(default_factory=list)  # of a group
+    step: int | None = None  # of the run that trained the model; None: evaluated after the run
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON values
         """Return the result as a JSON object."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from whet.errors import ModelError
 from whet.model_io.base_models import base_model_of, local_model_directory
@@ -47,13 +48,15 @@ def weights_digest(model: nn.Module) -> str:
     """Return a SHA-256 digest of a model's weights in memory.
 
     It covers each tensor's name, dtype and shape, the sum of its bytes read as integers (exact in any order,
-    so a single changed weight changes it), and a sample spread over the tensor.
+    so a single changed weight changes it), and a sample spread over the tensor. For weights that are sharded
+    over ranks it is a collective.
     """
     digest = hashlib.sha256()
     persistent = model.state_dict().keys()  # quantized weights and biases of experts are buffers
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
     for name, tensor in [*model.named_parameters(), *buffers]:
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        raw = full.detach().contiguous().reshape(-1).view(torch.uint8)
         is_aligned = raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0
         bits = raw.view(torch.int64) if is_aligned else raw
         sample = bits[:: max(1, bits.numel() // _SAMPLE)].cpu().numpy()

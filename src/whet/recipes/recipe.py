@@ -26,6 +26,7 @@ from whet.training.callbacks import Callback, Metrics
 
 if TYPE_CHECKING:
     from whet.evaluation.answer_metrics import AnswerMetrics
+    from whet.evaluation.benchmarks import LoadedTasks
     from whet.training.trainer import Trainer
 
 S = TypeVar("S")
@@ -138,6 +139,7 @@ class Recipe(abc.ABC, Generic[S]):
     generates_text = True  # whether the model can generate text
     counts_flops = True  # whether the FLOPs per token are known
     metrics: "AnswerMetrics | None" = None  # the functions of eval.metrics, after `start`
+    tasks: "LoadedTasks | None" = None  # of eval.tasks, after `start`
 
     def __init__(self, config: RunConfig, section: S, given: Given | None = None) -> None:
         self.config = config
@@ -160,7 +162,11 @@ class Recipe(abc.ABC, Generic[S]):
         return StepShape()
 
     def start(self, stack: contextlib.ExitStack) -> None:
-        """Start processes and import user functions before the model is loaded; `stack` ends them."""
+        """Start processes, load tasks and import user functions before the model; `stack` ends processes."""
+        if self.config.eval.tasks is not None:
+            from whet.evaluation.task_evaluator import load_run_tasks
+
+            self.tasks = load_run_tasks(self.config.eval.tasks, self.config.eval.early_stop)
         if self.config.eval.metrics:
             from whet.evaluation.answer_metrics import AnswerMetrics
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,14 @@ from whet.training.observe.step_flops import training_flops_per_token
 from whet.training.observe.throughput import ThroughputMonitor
 
 if TYPE_CHECKING:
+    from whet.evaluation.task_evaluator import TaskEvaluator
     from whet.runs.assemble import Assembly
 
 log = logging.getLogger("whet")
 
 
 def check_callbacks(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its section
-    """Raise a ConfigError for sinks, samples and budgets that this run does not support."""
+    """Raise a ConfigError for sinks, samples, tasks and budgets that this run does not support."""
     if config.log.sinks:
         from whet.training.observe.sink_backends import check_sinks
 
@@ -37,6 +39,8 @@ def check_callbacks(config: RunConfig, recipe: Recipe[Any]) -> None:  # Any: its
             "log.samples needs a model that generates text, and this run does not train one",
             hint="remove log.samples",
         )
+    if config.eval.tasks is not None and not recipe.generates_text:
+        raise ConfigError("eval.tasks needs a language model, and this run does not train one")
     budget = config.run.budget
     if budget is not None and budget.flops is not None and not recipe.counts_flops:
         raise ConfigError("run.budget.flops: whet cannot count the FLOPs of this model")
@@ -82,6 +86,33 @@ def callbacks_from_config(
     if log_config.sinks:
         callbacks += _sinks(config, stack)
     return callbacks
+
+
+def task_evaluator(
+    config: RunConfig, assembly: "Assembly", directory: Path, pause: Callable[[], None]
+) -> "TaskEvaluator | None":
+    """Return the evaluator of eval.tasks, or None.
+
+    Args:
+        config: The run's config.
+        assembly: The assembled run.
+        directory: The run directory.
+        pause: To be called often during an evaluation; it raises an exception if the run has to stop.
+    """
+    section = config.eval.tasks
+    if section is None:
+        return None
+    from whet.evaluation.task_evaluator import TaskEvaluator, load_run_tasks
+
+    return TaskEvaluator(
+        assembly.recipe.tasks or load_run_tasks(section, config.eval.early_stop),
+        section,
+        model=assembly.model,
+        tokenizer=assembly.tokenizer,
+        directory=directory,
+        pause=pause,
+        world=assembly.build.world,
+    )
 
 
 def _limits(run: Run, flops_per_token: float | None) -> list[Callback]:

@@ -53,7 +53,7 @@ from whet.run_directory import (
     move_superseded_rows,
 )
 from whet.runs.assemble import Assembly, assemble
-from whet.runs.build_callbacks import callbacks_from_config
+from whet.runs.build_callbacks import callbacks_from_config, task_evaluator
 from whet.runs.provenance import collect_provenance
 from whet.runs.resume_checks import (
     check_config_unchanged,
@@ -221,6 +221,7 @@ class _Run:
             if not result.unfinished:
                 with self.world.watchdog.long_operation("finishing"):
                     self._write_final(assembly, trainer, start_step=start_step)
+                    self._evaluate_restored_tasks(trainer)
                     self._evaluate_test_split(assembly, trainer, test, result)
                     self._write_card(result)
             trainer.end(result)  # callbacks write the summary
@@ -335,7 +336,18 @@ class _Run:
         )
         pause = trainer.pause_between_completions
         trainer.evaluators = assembly.recipe.evaluators(assembly.build, "valid", valid, pause)
+        self._task_evaluator = task_evaluator(self.config, assembly, self.directory, pause)
+        if (evaluator := self._task_evaluator) is not None:
+            trainer.evaluators = [
+                *trainer.evaluators,
+                lambda: evaluator.evaluate(trainer.state.step) if self._evaluates_tasks(trainer) else {},
+            ]
         return trainer
+
+    def _evaluates_tasks(self, trainer: Trainer) -> bool:
+        step = trainer.state.step
+        ends = trainer.stop is not None or trainer.is_last(step)
+        return ends or self.config.eval.evaluates_tasks_at(step)
 
     def _count_steps(self, assembly: Assembly) -> int:
         """Return the total number of steps: run.steps, or the steps of run.epochs epochs."""
@@ -409,6 +421,16 @@ class _Run:
         with self.world.watchdog.long_operation("writing final/"):
             assembly.recipe.save_final(assembly.build, trainer, final)
         self.world.barrier()
+
+    def _evaluate_restored_tasks(self, trainer: Trainer) -> None:
+        """Evaluate the tasks with the best weights, if early stopping has restored those of another step."""
+        best = trainer.state.best
+        if self._task_evaluator is None or not trainer.settings.restores_best or best is None:
+            return
+        try:
+            self._task_evaluator.evaluate(best["step"])
+        except EvaluationStoppedError:
+            log.warning("the evaluation of the tasks was interrupted: run whet eval to repeat it")
 
     def _evaluate_test_split(
         self, assembly: Assembly, trainer: Trainer, test: EvaluationSplit | None, result: RunResult

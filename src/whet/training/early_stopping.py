@@ -39,7 +39,12 @@ class EarlyStopping(Callback):
         self.without_improvement = 0
 
     def on_eval_end(self, step: int, metrics: Metrics) -> StopRun | None:
-        """Compare the metric with the best so far, and stop if it has not improved for long enough."""
+        """Compare the metric with the best so far, and stop if it has not improved for long enough.
+
+        Evaluations without the metric do not count, if it was seen before: tasks may have a longer interval.
+        """
+        if self.metric not in metrics and self.best is not None:
+            return None
         if not isinstance(metrics.get(self.metric), int | float):
             known = ", ".join(name for name, value in metrics.items() if isinstance(value, int | float))
             raise ConfigError(

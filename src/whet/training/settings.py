@@ -32,7 +32,7 @@ class TrainSettings:
             clip=config.optim.clip,
             on_nonfinite=run.on_nonfinite,
             nonfinite_limit=run.nonfinite_limit,
-            eval_every=config.eval.every,
+            eval_every=config.eval.interval,
             best_metric=None if early is None else early.metric,
             restores_best=early is not None,
             freeze_pad_row=config.optim.freeze_pad_row,

@@ -32,8 +32,8 @@ from whet.config.objectives.grpo import GRPOObjective, Reward
 from whet.config.placeholder import parse_placeholder
 from whet.error_boundary import escape_to_one_line
 from whet.errors import ConfigError, RunError
+from whet.parallel.process_tree import kill_session
 from whet.rl.rewards.reward_call import bind_reward, call_reward, failure_text
-from whet.rl.rewards.supervisor import kill_session
 from whet.user_code import find_import_reference
 
 log = logging.getLogger("whet")

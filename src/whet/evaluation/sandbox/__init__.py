@@ -1,0 +1,1 @@
+"""Run generated code in a separate process with limits."""
