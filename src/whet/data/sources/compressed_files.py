@@ -75,14 +75,34 @@ def strip_bom(start: bytes, path: Path) -> bytes:
     return start.removeprefix(b"\xef\xbb\xbf")
 
 
+def skip_bytes(file: BinaryIO, count: int, path: Path) -> None:
+    """Move to a byte offset of a file that is at its start; a stream that cannot seek is read up to there."""
+    if not count:
+        return
+    if file.seekable():
+        file.seek(count)
+        return
+    while count:
+        skipped = len(file.read(min(count, 2**20)))
+        if not skipped:
+            raise DataError(f"{path} is shorter than it was", hint="restore the file, or start a new run")
+        count -= skipped
+
+
 class LineReader:
     """Iterate over the lines of a file.
 
     A line that is too long raises a DataError, and the next call continues after it.
+
+    Args:
+        file: The file, at its start.
+        path: Its path, for messages.
+        start: Byte offset and line number after a line that was read earlier, to continue from there.
     """
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self.line_number = 0  # number of the most recent line, counted from 1
+    def __init__(self, file: BinaryIO, path: Path, *, start: tuple[int, int] = (0, 0)) -> None:
+        self.offset, self.line_number = start  # after the most recent line; line numbers start from 1
+        skip_bytes(file, self.offset, path)
         self._file = file
         self._path = path
 
@@ -94,9 +114,11 @@ class LineReader:
         if not line:
             raise StopIteration
         self.line_number += 1
+        self.offset += len(line)
         if len(line) > MAX_RECORD_BYTES:
             while not line.endswith(b"\n") and line:
                 line = self._file.readline(2**20)
+                self.offset += len(line)
             raise DataError(
                 f"{self._path}:{self.line_number}: the line has more than {MAX_RECORD_BYTES:,} bytes"
             )
