@@ -6,11 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
-from whet.config.data import WeightedSource
+from whet.config.data import Weight, WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import missing_path_error
-from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, files_content
+from whet.data.sources.readers import Columns, Shard, SourceContent, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import FormatName, find_format, normalize_record
 from whet.data.sources.splits import Split, directory_content, glob_content, has_split
 from whet.errors import DataError
@@ -121,7 +121,7 @@ class SingleSource:
         skipped = Skipped()
         empty = True
         for row in self._content.rows():
-            record = self._to_record(row)
+            record = self.to_record(row)
             if isinstance(record, Record):
                 empty = False
                 yield record
@@ -143,7 +143,20 @@ class SingleSource:
         digest = self._content.digest()
         return digest_text(f"{digest} without {sorted(self.ignore)}") if self.ignore else digest
 
-    def _to_record(self, row: SourceRow) -> Record | DataError:
+    def shards(self) -> Sequence[Shard]:
+        """Return the parts that a stream reads, each from any position."""
+        from whet.data.sources.shards import shards_of
+
+        return shards_of(self._content)
+
+    def identity(self) -> str:
+        """Return a digest that is cheap to compute, of the content and of the ignored field names."""
+        from whet.data.sources.shards import identify
+
+        return digest_text(f"{identify(self._content)} without {sorted(self.ignore)}")
+
+    def to_record(self, row: SourceRow) -> Record | DataError:
+        """Return a row as a validated record, or the error that makes it unusable."""
         if isinstance(row, DataError):
             return row
         origin, fields = row
@@ -156,9 +169,9 @@ class SingleSource:
 
 
 class CombinedSource:
-    """Several sources, one after the other or mixed by weight."""
+    """Several sources, one after the other or mixed by weight. Only streams have weights that change."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], weights: Sequence[Weight] | None = None) -> None:
         self.sources = sources
         self.weights = weights
         self._checked = False  # whether the length of a pass was checked
@@ -166,18 +179,19 @@ class CombinedSource:
         if weights is None:
             self.name = " + ".join(names)
         else:
-            shares = [f"{weight / sum(weights):.3g}" for weight in weights]
-            self.name = " + ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
+            parts = zip(describe_shares(weights), names, strict=True)
+            self.name = " + ".join(f"{share} {name}" for share, name in parts)
 
     def __iter__(self) -> Iterator[Record]:
         if self.weights is None:
             return (record for source in self.sources for record in source)
         from whet.data.sources.source_mixing import check_pass, mix
 
+        weights = [weight for weight in self.weights if isinstance(weight, int | float)]
         if not self._checked:
-            check_pass(self.sources, self.weights, [source.name for source in self.sources])
+            check_pass(self.sources, weights, [source.name for source in self.sources])
             self._checked = True
-        return mix(self.sources, self.weights)
+        return mix(self.sources, weights)
 
     @property
     def skipped(self) -> Skipped:
@@ -239,6 +253,19 @@ def open_source(
     ]
     weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
     return CombinedSource(sources, weights or None)
+
+
+def describe_shares(weights: Sequence[Weight]) -> list[str]:
+    """Return the share of each source as text, or its weights if they change during the run."""
+    total = sum(weight for weight in weights if isinstance(weight, int | float))
+    if any(isinstance(weight, Mapping) for weight in weights):
+        return [
+            "/".join(
+                f"{value:.3g}" for value in (weight.values() if isinstance(weight, Mapping) else [weight])
+            )
+            for weight in weights
+        ]
+    return [f"{weight / total:.3g}" for weight in weights if isinstance(weight, int | float)]
 
 
 def is_source(value: SourceSpec | float | None) -> TypeGuard[SourceSpec]:
