@@ -142,6 +142,7 @@ class RunData:
             ignore=data.ignore,
             columns=data.columns,
             given=self.python_sources,
+            seed=self.config.run.seed,
         )
 
     def training_texts(self) -> Iterator[str]:
@@ -190,7 +191,7 @@ class RunData:
         by_split = self.prompts if self.needs.prompts else self.examples
         if "valid" not in by_split:
             if self.warns_without_validation:
-                warn_without_validation(data.train)
+                warn_without_validation(data.train, can_hold_out=data.stream is None)
         elif self._held_out_size() is not None:
             held_out, remaining = len(by_split["valid"]), len(by_split["train"])
             log.info(
@@ -425,10 +426,12 @@ class RunData:
         return EvaluationSplit(batches, questions)
 
 
-def warn_without_validation(train: SourceSpec) -> None:
+def warn_without_validation(train: SourceSpec, *, can_hold_out: bool = True) -> None:
     """Log that a run has no validation data, and how to get some."""
     has_split = directory_has_split(train, "valid")
-    suggestion = f"{train}, which has a valid split" if has_split else "a source, or to a share such as 0.05"
+    suggestion = f"{train}, which has a valid split" if has_split else "a source"
+    if can_hold_out and not has_split:
+        suggestion += ", or to a share such as 0.05"
     log.warning("no validation data: set data.valid to %s", suggestion)
 
 

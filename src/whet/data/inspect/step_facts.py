@@ -55,6 +55,7 @@ class StepFacts:
     has_curriculum: bool  # a curriculum changes the contents of steps
     displayed_rows: tuple[DisplayedRow, ...]
     rows: int  # rows of the micro-batch, displayed or not
+    is_streamed: bool = False  # measured on the first block of a stream, which has no epochs
 
     @property
     def tokens(self) -> int:
@@ -96,7 +97,8 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
         efficiency=real / positions,
         micro_batch_fill=real / (batches * settings.micro_tokens),
         measured=measured,
-        has_curriculum=not isinstance(stream, BatchStream),
+        has_curriculum=config.data.curriculum is not None,
+        is_streamed=config.data.stream is not None,
         displayed_rows=_drawn_rows(first[:DRAWN_ROWS], examples, settings),
         rows=len(first),
     )

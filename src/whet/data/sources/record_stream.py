@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from whet.config.data import Weight
@@ -10,7 +10,7 @@ from whet.data.packing import seeded_permutation
 from whet.data.sources.readers import Position, Shard, SourceRow, digest_text
 from whet.data.sources.source import CombinedSource, Record, SingleSource, Skipped, Source
 from whet.data.sources.source_mixing import weight_at
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
 
 StreamState = dict[str, Any]  # Any: JSON values
 _SALT = 2  # of the order of shards; 0 and 1 are those of examples and steps
@@ -124,6 +124,18 @@ class RecordStream:
         self._weights: Sequence[Weight] = [1.0] if weights is None else weights
         self._credits = [0.0] * len(self._readers)  # records by which each reader is behind its share
         self._total_steps = total_steps
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """Raise a ConfigError if all weights are 0 at a step: then they are 0 at a step of some schedule."""
+        schedules = [weight for weight in self._weights if isinstance(weight, Mapping)]
+        points = {at if at >= 1 else int(at * self._total_steps) for each in schedules for at in each}
+        for step in sorted({0, self._total_steps, *map(int, points)}):
+            if not any(weight_at(weight, step, total_steps=self._total_steps) for weight in self._weights):
+                raise ConfigError(
+                    f"data.train: the weights of all sources are 0 at step {step}",
+                    hint="give at least one source a weight above 0 at every step",
+                )
 
     def read(self, count: int, *, step: int) -> Iterator[Record | DataError]:
         """Yield `count` records, bad ones included, mixed with the weights of a step, counted from 0.

@@ -215,12 +215,13 @@ def open_source(
     ignore: Collection[str] = (),
     columns: Columns = MappingProxyType({}),
     given: GivenRows = MappingProxyType({}),
+    seed: int = 0,
 ) -> Source:
     """Open the source that a config names.
 
     Args:
         spec: A path, a glob, `hf:NAME`, `synth:NAME`, a placeholder, or a list of these, optionally with
-            weights.
+            weights or epochs.
         split: The split to read if the source has several.
         form: The record format to require; `auto` detects the format of each record.
         on_bad: `error` raises a DataError for a bad record; `skip` skips it and counts it in `skipped`.
@@ -228,6 +229,7 @@ def open_source(
         columns: Names of fields to rename: whet's name -> the name in the source. A source of a weighted
             list can have its own.
         given: Records passed from Python, for placeholders of the form `python:NAME:HASH`.
+        seed: Seed of the fraction of a source that `epochs` selects.
 
     Returns:
         A source that reads its records from the start on each iteration.
@@ -251,7 +253,15 @@ def open_source(
         )
         for part, part_columns in parts
     ]
-    weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
+    if any(isinstance(part, WeightedSource) and part.epochs is not None for part in spec):
+        from whet.data.sources.source_epochs import RepeatedSource
+
+        epochs = [part.epochs or 1 for part in spec if isinstance(part, WeightedSource)]
+        parts_with_epochs = enumerate(zip(sources, epochs, strict=True))
+        return CombinedSource(
+            [RepeatedSource(source, n, seed=seed, index=index) for index, (source, n) in parts_with_epochs]
+        )
+    weights = [part.weight for part in spec if isinstance(part, WeightedSource) and part.weight is not None]
     return CombinedSource(sources, weights or None)
 
 
