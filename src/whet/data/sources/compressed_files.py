@@ -55,6 +55,9 @@ def _stem(path: Path) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
+    if (open_remote := getattr(path, "open_decompressed", None)) is not None:  # of a RemoteFile
+        remote: BinaryIO = open_remote()
+        return remote
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))

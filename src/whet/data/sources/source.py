@@ -314,6 +314,12 @@ def _content(spec: str, split: Split) -> SourceContent:
 
         address = next((prefix for prefix in _HUB_ADDRESSES if spec.startswith(prefix)), "hf:")
         return hub_content(f"hf:{spec.removeprefix(address)}" if "//" in address else spec, split)
+    if "://" in spec:
+        from whet.data.sources.remote_files import check_address, local_path, remote_content
+
+        if check_address(spec) != "file":
+            return remote_content(spec)
+        spec = local_path(spec)
     path = Path(spec).expanduser()
     if path.is_dir():
         return _directory_content(path, split)

@@ -11,7 +11,7 @@ _SALT = 3  # of the selection; smaller ones are those of orders
 
 
 class RepeatedSource:
-    """A source whose records come a number of times in each pass: each one `epochs` times, rounded down or up.
+    """A source whose records come several times in each pass: each one `epochs` times, rounded down or up.
 
     The records that come once more than others are a random selection, the same in each pass.
 
