@@ -232,3 +232,50 @@ def test_whet_data_shows_the_first_block_only(tiny_directory, tmp_path, texts):
 def test_a_new_tokenizer_is_trained_on_the_first_block(tiny_directory, tmp_path, texts):
     config = validate_config(streamed(tiny_directory, tmp_path, texts))
     assert len(list(RunData(config, record_needs(config)).training_texts())) == 13
+
+
+def endless_rows():
+    """An endless function, which must never be read to its end."""
+    number = 0
+    while True:
+        yield {"text": f"record {number}: " + "ab" * (number * 5 % 17)}
+        number += 1
+
+
+def iterable_dataset():
+    import datasets
+
+    def generate(shards):
+        for shard in shards:
+            yield from ({"text": f"shard {shard}, record {n}: " + "ab" * (n * 5 % 17)} for n in range(11))
+
+    return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": [0, 1, 2]})
+
+
+@pytest.mark.parametrize("rows", [endless_rows, iterable_dataset], ids=["function", "IterableDataset"])
+def test_python_objects_without_a_length_stream_and_resume_exactly(tiny_directory, tmp_path, rows):
+    def given():
+        return {"train": rows if rows is endless_rows else rows()}
+
+    def config(name):
+        values = streamed(tiny_directory, tmp_path / name, None)
+        del values["data"]["train"]
+        return values
+
+    expected = whet.train(config("one"), data=given(), verbose=0)
+    first = whet.train(config("two"), [StopAt(4)], data=given(), verbose=0)
+    whet.resume(first.directory, data=given(), verbose=0)
+    assert result_of(first.directory) == result_of(expected.directory)
+    if rows is endless_rows:
+        return
+    third = whet.train(config("three"), [StopAt(1)], data=given(), verbose=0)
+    with pytest.raises(CheckpointError, match="data 'train' has changed"):
+        whet.resume(third.directory, data={"train": endless_rows}, verbose=0)
+
+
+def test_mixed_python_objects_stream(tiny_directory, tmp_path, texts):
+    train = [{"source": "python:more", "weight": 1}, {"source": texts, "weight": 2}]
+    result = whet.train(
+        streamed(tiny_directory, tmp_path, train, run={"steps": 2}), data={"more": endless_rows}, verbose=0
+    )
+    assert result.steps == 2
