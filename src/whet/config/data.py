@@ -19,7 +19,7 @@ Weight = float | dict[StepsOrFraction, float]
 class WeightedSource(Section):
     """One source of a mixture: by weight, or a number of times in each pass."""
 
-    source: str = Field(description="a file, a directory, hf:NAME or synth:NAME:N")
+    source: str = Field(description="a file, a directory, an address, hf:NAME or synth:NAME:N")
     weight: Weight | None = Field(
         None,
         description="share of the records drawn from this source, relative to the other weights; with "
@@ -151,8 +151,8 @@ class Data(Section):
     """The records of the run and how they become batches."""
 
     train: Sources = Field(
-        description="training records: a file, a directory, a glob, hf:NAME or synth:NAME:N; a list of "
-        "these; or a list of {source, weight} to mix"
+        description="training records: a file, a directory, a glob, an address such as s3://BUCKET/FILE, "
+        "hf:NAME or synth:NAME:N; a list of these; or a list of {source, weight} or {source, epochs} to mix"
     )
     valid: Strict[int] | Strict[float] | Sources | None = Field(
         None,

@@ -172,7 +172,7 @@ class RunData:
                 continue
             examples = self.prepare_source(name)
             is_streamed = name == "train" and self.streamed is not None
-            note = "streamed; the first block has " if is_streamed else ""
+            note = "the first block has " if is_streamed else ""
             log.info("%s: %s: %s%s", name, source.name, note, examples.summary())
             for line in preparation_warnings(examples.store.notes):
                 log.warning("%s: %s", name, line)

@@ -50,7 +50,7 @@ def start_stream(
     """Return the steps of a stream, from its start."""
     assert isinstance(source, StreamedSource)
     data, run = config.data, config.run
-    settings = StreamSettings(source.name, source.buffer, run.seed, data.max_length, data.too_long)
+    settings = StreamSettings(source.source.name, source.buffer, run.seed, data.max_length, data.too_long)
     seed = run.seed if data.order == "shuffle" else None
     records = source.open(seed=seed, total_steps=run.steps or 0)
     return StreamedBatches(records, preparation, steps, settings)

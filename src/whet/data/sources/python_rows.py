@@ -96,7 +96,8 @@ class PythonRows:
         from whet.data.sources.shards import counted_shard
 
         if _is_dataset(self._rows) and not _is_transformed(self._rows):
-            return dataset_shards(self._rows, self.name, columns)
+            origin = (lambda number: f"{self.name}[{number - 1}]") if hasattr(self._rows, "__len__") else None
+            return dataset_shards(self._rows, self.name, columns, origin=origin)
         return [counted_shard(lambda: (rename_row(_encode(row)[0], columns) for row in self._read()))]
 
 

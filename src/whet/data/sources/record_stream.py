@@ -188,7 +188,7 @@ class StreamedSource:
     """
 
     def __init__(self, source: Source, *, buffer: int, skip_bad: bool) -> None:
-        self.name = source.name
+        self.name = f"{source.name} (streamed)"
         self.source = source
         self.buffer = buffer
         self.skipped = Skipped()
