@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 from itertools import chain
+from pathlib import Path
 
 import pytest
+import yaml
 
 import whet
 from distributed.harness import run_world
@@ -279,3 +281,11 @@ def test_mixed_python_objects_stream(tiny_directory, tmp_path, texts):
         streamed(tiny_directory, tmp_path, train, run={"steps": 2}), data={"more": endless_rows}, verbose=0
     )
     assert result.steps == 2
+
+
+def test_the_example_of_a_stream_trains(tiny_directory, tmp_path):
+    config = yaml.safe_load((Path(__file__).parents[2] / "examples" / "stream-house.yaml").read_text())
+    config["model"] = str(tiny_directory)
+    config["data"]["max_length"] = 256
+    config["run"] |= {"steps": 2, "dir": str(tmp_path), "device": "cpu"}
+    assert whet.train(config, verbose=0).steps == 2

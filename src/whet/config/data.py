@@ -267,8 +267,7 @@ class Data(Section):
         }
         if self.stream is not None and (refused := next((key for key, is_set in keys.items() if is_set), "")):
             raise ValueError(
-                f"{refused} needs all records before training, which data.stream does not have: remove one "
-                "of the two"
+                f"{refused} cannot be combined with data.stream: it needs all records before training"
             )
         return self
 
