@@ -45,7 +45,7 @@ def throughput(path, cache):
         started = time.perf_counter()
         store = Preparation(tok, cache=cache).store(open_source(str(path)))
         rates["store"].append(int(store.bounds[-1]) / (time.perf_counter() - started))
-        stream = open_stream(tok, path, buffer=1000)
+        stream = open_stream(tok, path, buffer=500)
         started, tokens = time.perf_counter(), 0
         while stream.state()["position"]["sources"][0]["pass"] == 0:
             tokens += sum(batch.real_tokens for batch in next(stream))
@@ -87,9 +87,9 @@ def main():
         texts, chats = directory / "texts.jsonl", directory / "chats.jsonl"
         rng = random.Random(0)
         with texts.open("w") as file:
-            file.writelines(json.dumps({"text": text(rng, 400)}) + "\n" for _ in range(4_000))
-        write_chats(chats, 10_000)
-        sizes = [(1_000_000, 500), (4_000_000, 500), (8_000_000, 500), (4_000_000, 2000)]
+            file.writelines(json.dumps({"text": text(rng, 400)}) + "\n" for _ in range(2_000))
+        write_chats(chats, 5_000)
+        sizes = [(100_000, 100), (400_000, 100), (1_600_000, 100), (400_000, 1000)]
         results = {
             "machine": describe_machine(),
             "texts": throughput(texts, directory / "cache"),
