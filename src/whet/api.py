@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from whet.config.data import Format
     from whet.config.load_config import ConfigLike
-    from whet.data.sources.source import Format, SourceSpec
+    from whet.data.sources.source import SourceSpec
     from whet.data.tokens.examples import TooLong
     from whet.data.tokens.loss_mask import Supervise
     from whet.evaluation.task_result import TaskResult

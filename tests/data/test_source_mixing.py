@@ -1,11 +1,15 @@
 """Mixtures keep their shares at every point and read all records."""
 
+import json
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whet.config.data import WeightedSource
+from whet.data.sources.hold_out import HoldOut, split_source
+from whet.data.sources.source import open_source
 from whet.data.sources.source_mixing import check_pass, mix
 from whet.errors import DataError
 
@@ -83,3 +87,52 @@ def test_plausible_weights_are_accepted_with_minimal_reading(counts, weights, re
     sources = [counted(count) for count in counts]
     check_pass(sources, weights, ["often", "rare"])
     assert tuple(source.read for source in sources) == reads
+
+
+def texts(path, count):
+    path.write_text("".join(json.dumps({"text": f"{path.stem}{number}"}) + "\n" for number in range(count)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "counts"),
+    [
+        (2, {2: 40}),
+        (1, {1: 40}),
+        (0.25, {1: 10}),
+        (2.1, {2: 36, 3: 4}),
+        (0.001, {1: 1}),
+    ],
+)
+def test_epochs_repeat_each_record_rounded_down_or_up(tmp_path, epochs, counts):
+    parts = [
+        WeightedSource(source=texts(tmp_path / "a.jsonl", 40), epochs=epochs),
+        WeightedSource(source=texts(tmp_path / "b.jsonl", 5), epochs=1),
+    ]
+    source = open_source(parts, seed=3)
+    first = Counter(record.fields["text"] for record in source)
+    assert first == Counter(record.fields["text"] for record in source)
+    assert Counter(count for text, count in first.items() if text[0] == "a") == counts
+    assert [count for text, count in first.items() if text[0] == "b"] == [1] * 5
+    other = open_source(parts, seed=4)
+    is_random = epochs != int(epochs)
+    assert (other.digest() != source.digest()) == is_random
+    assert (Counter(record.fields["text"] for record in other) != first) == is_random
+    assert source.name.startswith(f"{epochs:g} x ")
+
+
+def test_validation_records_are_held_out_before_they_are_repeated(tmp_path):
+    parts = [
+        WeightedSource(source=texts(tmp_path / "a.jsonl", 40), epochs=2),
+        WeightedSource(source=texts(tmp_path / "b.jsonl", 40), epochs=0.5),
+    ]
+    train, valid, _ = split_source(open_source(parts), HoldOut(0.25, seed=1))
+    trained = Counter(record.fields["text"] for record in train)
+    held_out = Counter(record.fields["text"] for record in valid)
+    assert set(held_out.values()) == {1}
+    assert len(held_out) == 20
+    assert not trained.keys() & held_out.keys()
+    twice = {text for text, count in trained.items() if text[0] == "a" and count == 2}
+    assert len(twice) == 40 - sum(text[0] == "a" for text in held_out)
+    kept = 40 - sum(text[0] == "b" for text in held_out)
+    assert sum(count for text, count in trained.items() if text[0] == "b") == round(kept / 2)

@@ -4,10 +4,10 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic import Strict as StrictMode
 
-from whet.config.section import KeyInfo, Positive, Section, Text, UsedWhen
+from whet.config.section import KeyInfo, Positive, Section, StepsOrFraction, Text, UsedWhen
 
 # the formats of records, which data/sources/record_formats.py reads
 FormatName = Literal[
@@ -27,14 +27,71 @@ _BY_LENGTH = KeyInfo(used_when=UsedWhen("kind", ("length",)))
 _BY_DIFFICULTY = KeyInfo(used_when=UsedWhen("kind", ("difficulty",)))
 
 
-class WeightedSource(Section):
-    """One source of a weighted mixture."""
+Weight = float | dict[StepsOrFraction, float]
 
-    source: str = Field(description="a file, a directory, hf:NAME or synth:NAME:N")
-    weight: float = Field(
-        gt=0, description="share of the records drawn from this source, relative to the other weights"
+
+class WeightedSource(Section):
+    """One source of a mixture: by weight, or a number of times in each pass."""
+
+    source: str = Field(description="a file, a directory, an address, hf:NAME or synth:NAME:N")
+    weight: Weight | None = Field(
+        None,
+        description="share of the records drawn from this source, relative to the other weights; with "
+        "data.stream also {STEP: weight, ...}, linear between the steps",
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        validate_default=True,
+        description="how often a pass reads the records of this source, instead of a weight: 2 is twice, "
+        "0.25 a random quarter",
     )
     columns: dict[str, str] = Field({}, description="names of this source's columns, instead of data.columns")
+
+    @field_validator("weight", mode="before")
+    @classmethod
+    def _check_weight(cls, value: Any) -> Any:  # Any: YAML values
+        if value is None:
+            return value
+        if not isinstance(value, dict):
+            if not _is_number(value):
+                raise ValueError("must be a number, or {STEP: weight, ...}")
+            if value <= 0:
+                raise ValueError("must be greater than 0")
+            return value
+        if not value or not all(_is_number(weight) and weight >= 0 for weight in value.values()):
+            raise ValueError("weights by step must be numbers of at least 0")
+        if not all(_is_step(step) for step in value):
+            raise ValueError("steps must be whole numbers, or fractions of the run below 1")
+        return value
+
+    @field_validator("epochs")
+    @classmethod
+    def _check_amount(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if "weight" in info.data and (info.data["weight"] is None) == (value is None):
+            raise ValueError("set either weight or epochs")
+        return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_step(value: object) -> bool:
+    """Return whether this is a key of a schedule: a step, or a fraction of the run; JSON makes it text."""
+    try:
+        step = float(value)  # type: ignore[arg-type]  # a TypeError is handled
+    except (TypeError, ValueError):
+        return False
+    return 0 <= step < 1 or step.is_integer()
+
+
+class Stream(Section):
+    """Records that are read while the run trains on them."""
+
+    buffer: Positive = Field(
+        10_000, description="records per block: those in memory, which are shuffled and packed together"
+    )
 
 
 _IN_MEMORY_HINT = (
@@ -61,6 +118,11 @@ def _check_sources(value: Any) -> Any:  # Any: YAML values
 T = TypeVar("T")
 Strict = Annotated[T, StrictMode()]  # without conversion: a source in quotes stays text
 Sources = Text | list[Text] | list[WeightedSource]
+
+
+def _weighted(value: object) -> list[WeightedSource]:
+    """Return the sources of a list of mappings; empty for any other value of a data key."""
+    return [item for item in value if isinstance(item, WeightedSource)] if isinstance(value, list) else []
 
 
 class Curriculum(Section):
@@ -103,8 +165,8 @@ class Data(Section):
     """The records of the run and how they become batches."""
 
     train: Sources = Field(
-        description="training records: a file, a directory, a glob, hf:NAME or synth:NAME:N; a list of "
-        "these; or a list of {source, weight} to mix"
+        description="training records: a file, a directory, a glob, an address such as s3://BUCKET/FILE, "
+        "hf:NAME or synth:NAME:N; a list of these; or a list of {source, weight} or {source, epochs} to mix"
     )
     valid: Strict[int] | Strict[float] | Sources | None = Field(
         None,
@@ -149,6 +211,11 @@ class Data(Section):
     )
     order: Literal["shuffle", "sequential", "mlx"] = Field(
         "shuffle", description="order of examples within an epoch; mlx: the same batches as mlx-lm"
+    )
+    stream: Stream | None = Field(
+        None,
+        description="read and tokenize training records while training, in blocks, and store nothing on "
+        "disk; true: {buffer: 10000}; null or false: tokenize all of them first",
     )
     curriculum: Curriculum | None = Field(
         None, description="change the order of examples during the run; null: no curriculum"
@@ -195,6 +262,36 @@ class Data(Section):
         if is_number and not (0 < value < 1 or (isinstance(value, int) and value >= 1)):
             raise ValueError("as a number, this must be a share between 0 and 1, or a count of records")
         return value
+
+    @field_validator("stream", mode="before")
+    @classmethod
+    def _expand_stream(cls, value: Any) -> Any:  # Any: YAML values
+        return ({} if value else None) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> "Data":
+        keys = {
+            "data.curriculum": self.curriculum is not None,
+            "data.valid as a number": self.held_out is not None,
+            "data.order: mlx": self.order == "mlx",
+            "epochs of a source": any(part.epochs is not None for part in _weighted(self.train)),
+        }
+        if self.stream is not None and (refused := next((key for key, is_set in keys.items() if is_set), "")):
+            raise ValueError(
+                f"{refused} cannot be combined with data.stream: it needs all records before training"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedules(self) -> "Data":
+        for name in ("train", "valid", "test"):
+            parts = _weighted(getattr(self, name))
+            if len({part.epochs is None for part in parts}) > 1:
+                raise ValueError(f"{name}: give each source of a list a weight, or each of them epochs")
+            schedules = [part.weight for part in parts if isinstance(part.weight, dict)]
+            if schedules and (name != "train" or self.stream is None):
+                raise ValueError(f"{name}: a weight that changes over steps needs data.stream: true")
+        return self
 
     @property
     def held_out(self) -> float | None:

@@ -11,6 +11,7 @@ from whet.config.log import Log
 from whet.config.method import Method
 from whet.config.objectives.classify import ClassifyObjective
 from whet.config.objectives.custom import CustomObjective, is_custom_kind
+from whet.config.objectives.distill import DistillObjective
 from whet.config.objectives.mix import MixObjective
 from whet.config.objectives.union import AnyObjective, SFTObjective
 from whet.config.optim import LORA_B, Optim, ParameterGroup, mup_problem
@@ -22,6 +23,8 @@ from whet.config.run import Checkpoint, Run
 from whet.config.section import KeyInfo, Section, Text
 from whet.errors import ConfigError
 
+# objectives that read each record on its own
+STREAMED_KINDS = ("sft", "mtp", "distill")
 _CHANGEABLE = KeyInfo(may_change_on_resume=True)
 
 
@@ -194,6 +197,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_stream(self) -> "RunConfig":
+        for part in self.parts().values() or [self]:
+            if part.data.stream is not None and (problem := stream_problem(part.objective, part.run)):
+                raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _check_early_stop(self) -> "RunConfig":
         early = self.eval.early_stop
         if early is not None and not self.has_validation and self.eval.tasks is None:
@@ -245,6 +255,18 @@ class RunConfig(Section):
         if self.objective.calibrate and not self.has_validation:
             raise ValueError("objective.calibrate needs data.valid")
         return self
+
+
+def stream_problem(objective: Section, run: Run) -> str | None:
+    """Return why the records of an objective cannot be streamed, or None."""
+    if run.steps is None:
+        return "data.stream needs run.steps instead of run.epochs: the length of a stream is unknown"
+    kind = getattr(objective, "kind", "")
+    if isinstance(objective, DistillObjective) and objective.offline is not None:
+        return "data.stream cannot be combined with objective.offline, which stores data for each record"
+    if kind in STREAMED_KINDS or is_custom_kind(kind):
+        return None
+    return f"data.stream cannot be combined with objective.kind: {kind}, which needs all records first"
 
 
 def optim_groups(optim: Optim, method: Method) -> Optim:

@@ -234,6 +234,9 @@ class StepStream(abc.ABC):
         """Return whether the next step may be drawn before the metrics of this step are known."""
         return True
 
+    def close(self) -> None:  # noqa: B027
+        """End the threads and close the files that the stream uses; called at the end of a run."""
+
     def after_update(self, step: Step, number: int, metrics: Mapping[str, Any]) -> None:  # noqa: B027
         """Process the metrics of a completed step. Any: JSON values."""
 

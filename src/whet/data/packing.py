@@ -117,6 +117,63 @@ def plan_epoch(
     return _reorder_steps(plan, seeded_permutation(len(plan), seed=seed, epoch=epoch, salt=1))
 
 
+def plan_block(
+    lengths: np.ndarray, settings: StepSettings, *, carried: int, seed: int, block: int
+) -> tuple[EpochPlan, np.ndarray]:
+    """Return the steps of one block of a stream, and the examples that are left for the next block.
+
+    What does not fill a step is left over, so that every step of a stream is as full as packing makes it. The
+    carried examples are in the first step that is planned, so none is left over forever.
+
+    Args:
+        lengths: The positions of each example. The first `carried` ones were left over by the last block.
+        settings: The size and order of the steps.
+        carried: The number of carried examples.
+        seed: Seed of the order.
+        block: The number of the block, from 0.
+    """
+    shuffled = carried + seeded_permutation(len(lengths) - carried, seed=seed, epoch=block)
+    order = np.concatenate([np.arange(carried), shuffled])
+    if settings.order == "sequential":
+        order = np.arange(len(lengths))
+    if settings.batch_size is not None:
+        order, rest = np.split(order, [len(order) // settings.batch_size * settings.batch_size])
+        if settings.order == "shuffle" and not settings.pack:
+            order = order[np.argsort(lengths[order], kind="stable")]
+        plan = _fill_in_order(order, lengths, settings)
+    else:
+        plan, rest = _plan_full_steps(order, lengths, settings, from_longest=block % 2 == 1)
+    if settings.order == "sequential" or (settings.pack and settings.batch_size is not None):
+        return plan, rest
+    return _reorder_steps(plan, seeded_permutation(len(plan), seed=seed, epoch=block, salt=1)), rest
+
+
+def _plan_full_steps(
+    order: np.ndarray, lengths: np.ndarray, settings: StepSettings, *, from_longest: bool
+) -> tuple[EpochPlan, np.ndarray]:
+    """Plan steps of batch_tokens, and leave out the emptiest of them, or the last one of a fixed order."""
+    capacity = settings.batch_tokens or 0
+    if not len(order):
+        return EpochPlan(order, order), order
+    if settings.order == "sequential":
+        plan = _fill_in_order(order, lengths, settings)
+        left_out = len(plan) - 1
+    elif settings.pack:
+        plan = _pack_best_fit(order, lengths, capacity)
+        fill = np.array([lengths[step].sum() for step in plan])
+        # the first step has the carried examples, and goes first if there are others
+        left_out = len(fill) - 1 - int(fill[:0:-1].argmin()) if len(fill) > 1 else 0
+    else:
+        # from the other end in each block: the last step of a block has the first examples of the next
+        by_length = order[np.argsort(-lengths[order] if from_longest else lengths[order], kind="stable")]
+        plan = _fill_in_order(by_length, lengths, settings)
+        left_out = len(plan) - 1
+    if lengths[plan[left_out]].sum() == capacity:
+        return plan, order[:0]
+    steps = np.delete(np.arange(len(plan)), left_out)
+    return _reorder_steps(plan, steps), np.array(plan[left_out], dtype=np.int64)
+
+
 def _fill_in_order(order: np.ndarray, lengths: np.ndarray, settings: StepSettings) -> EpochPlan:
     """Fill one step after the other."""
     if settings.batch_size is not None and settings.drop_last:
@@ -175,12 +232,12 @@ def _plan_mlx(lengths: np.ndarray, settings: StepSettings, *, seed: int) -> Epoc
 
 
 def _reorder_steps(plan: EpochPlan, order: np.ndarray) -> EpochPlan:
-    """Return the same steps in another order."""
+    """Return the same steps in another order; steps that it does not name are left out."""
     starts = np.concatenate(([0], plan.ends[:-1]))
     sizes = (plan.ends - starts)[order]
     ends = np.cumsum(sizes)
     # for each new position: the old start of its step, and the offset within the step
-    offsets = np.arange(len(plan.indices)) - np.repeat(ends - sizes, sizes)
+    offsets = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
     return EpochPlan(plan.indices[np.repeat(starts[order], sizes) + offsets], ends)
 
 

@@ -1,5 +1,6 @@
 """The data of a run: open, tokenize and limit its sources, and build its streams of batches."""
 
+import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ from whet.storage import tokens_dir
 
 if TYPE_CHECKING:
     from whet.data.class_labels import ClassLabels
+    from whet.data.streamed_batches import StreamedBatches
     from whet.data.tokens.prompts import Prompts
 
 log = logging.getLogger("whet")
@@ -104,6 +106,12 @@ class RunData:
         self.sources: dict[str, Source] = {
             split: self._open(spec, split) for split in SPLITS if is_source(spec := getattr(data, split))
         }
+        if data.stream is not None:
+            from whet.data.stream_setup import check_stream, open_stream_source
+
+            check_stream(config, needs, self.steps)
+            self.sources["train"] = open_stream_source(self.sources["train"], data)
+        self.streamed: StreamedBatches | None = None  # the training steps, if they are streamed
         curriculum = data.curriculum
         if curriculum is not None and curriculum.hard is not None:
             self.sources["hard"] = self._open(curriculum.hard, "train")
@@ -134,6 +142,7 @@ class RunData:
             ignore=data.ignore,
             columns=data.columns,
             given=self.python_sources,
+            seed=self.config.run.seed,
         )
 
     def training_texts(self) -> Iterator[str]:
@@ -162,7 +171,9 @@ class RunData:
                 self._warn_about_unread(name, self.prompts[name].unread_fields)
                 continue
             examples = self.prepare_source(name)
-            log.info("%s: %s: %s", name, source.name, examples.summary())
+            is_streamed = name == "train" and self.streamed is not None
+            note = "the first block has " if is_streamed else ""
+            log.info("%s: %s: %s%s", name, source.name, note, examples.summary())
             if (line := describe_split_conversations(examples.store.notes)) is not None:
                 log.info("%s: %s", name, line)
             for line in preparation_warnings(examples.store.notes):
@@ -182,7 +193,7 @@ class RunData:
         by_split = self.prompts if self.needs.prompts else self.examples
         if "valid" not in by_split:
             if self.warns_without_validation:
-                warn_without_validation(data.train)
+                warn_without_validation(data.train, can_hold_out=data.stream is None)
         elif self._held_out_size() is not None:
             held_out, remaining = len(by_split["valid"]), len(by_split["train"])
             log.info(
@@ -235,7 +246,11 @@ class RunData:
 
             tokenizer.chat_template = load_template(data.template)  # saved with the final model
         self.tokenizer = tokenizer
-        self.preparation = Preparation(
+        self.preparation = self._preparation(tokenizer)
+
+    def _preparation(self, tokenizer: Any) -> Preparation:  # Any: as above
+        data = self.config.data
+        return Preparation(
             tokenizer,
             cache=tokens_dir(),
             supervise=data.supervise,
@@ -259,8 +274,11 @@ class RunData:
         return (*self.needs.columns, curriculum.score)
 
     def prepare_source(self, name: str) -> StoredExamples | StoredPairs:
-        """Tokenize one source, or reuse its stored tokens."""
+        """Tokenize one source, or reuse its stored tokens; of a stream, read the first block."""
         data = self.config.data
+        if name == "train" and data.stream is not None:
+            self.examples[name] = self._start_stream().first_block()
+            return self.examples[name]
         store = self.preparation.with_columns(self._columns(name)).store(self.sources[name])
         if self.needs.pairs:
             self.examples[name] = build_pairs(
@@ -272,6 +290,15 @@ class RunData:
                 store, max_length=data.max_length, too_long=data.too_long, is_classification=judged
             )
         return self.examples[name]
+
+    def _start_stream(self) -> "StreamedBatches":
+        from whet.data.stream_setup import start_stream
+
+        if self.streamed is None:
+            # a copy, because another thread uses it while the run trains and generates
+            preparation = self._preparation(copy.deepcopy(self.tokenizer)).with_columns(self.needs.columns)
+            self.streamed = start_stream(self.config, self.sources["train"], preparation, self.steps)
+        return self.streamed
 
     def prepare_prompts(self, name: str) -> None:
         """Read the prompts of one source, and log a summary."""
@@ -309,6 +336,10 @@ class RunData:
                     f"{model.max_positions} positions of {model.name}",
                     hint=f"set data.max_length to {model.max_positions}",
                 )
+        if self.streamed is not None:
+            from whet.data.stream_setup import check_stream_limits
+
+            check_stream_limits(self.streamed, model)
         if self.needs.labels is None:
             self._warn_about_missing_eos(model)
 
@@ -323,6 +354,8 @@ class RunData:
 
     def stream(self) -> StepStream:
         """Return the training steps, in the order that the config asks for."""
+        if self.streamed is not None:
+            return self.streamed
         examples, seed = self.examples["train"], self.config.run.seed
         curriculum = self.config.data.curriculum
         if curriculum is None:
@@ -396,10 +429,12 @@ class RunData:
         return EvaluationSplit(batches, questions)
 
 
-def warn_without_validation(train: SourceSpec) -> None:
+def warn_without_validation(train: SourceSpec, *, can_hold_out: bool = True) -> None:
     """Log that a run has no validation data, and how to get some."""
     has_split = directory_has_split(train, "valid")
-    suggestion = f"{train}, which has a valid split" if has_split else "a source, or to a share such as 0.05"
+    suggestion = f"{train}, which has a valid split" if has_split else "a source"
+    if can_hold_out and not has_split:
+        suggestion += ", or to a share such as 0.05"
     log.warning("no validation data: set data.valid to %s", suggestion)
 
 

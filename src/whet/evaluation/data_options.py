@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from whet.config.data import Data
+from whet.config.data import Data, Format
 from whet.config.load_config import load_config
-from whet.data.sources.source import Format, Source, SourceSpec, open_source
+from whet.data.sources.source import Source, SourceSpec, open_source
 from whet.data.tokens.loss_mask import Supervise
 from whet.errors import ConfigError, WhetError
 from whet.run_directory import CONFIG_FILE
@@ -38,7 +38,7 @@ class DataOptions:
             return tokenizer
         import copy
 
-        from whet.data.tokens.builtin_templates import load_template
+        from whet.data.templates.builtin import load_template
 
         copied = copy.copy(tokenizer)
         copied.chat_template = load_template(self.template)

@@ -29,6 +29,7 @@ def bind_config(config: ConfigLike, given: Given) -> RunConfig:
         bound = to_config(config)
     else:
         values, origin = _values(config)
+        _mark_streamed(values, given)
         bound = validate_config(insert_placeholders(values, given), origin=origin)
     _check(bound, given, "the config", ConfigError, "whet.train(config{})")
     return bound
@@ -40,6 +41,7 @@ def check_given(config: RunConfig, given: Given, directory: Path) -> None:
     Raises:
         CheckpointError: An object is missing, has changed, or is not part of the run.
     """
+    _mark_streamed(to_dict(config), given)
     _check(config, given, str(directory), CheckpointError, f'whet.resume("{directory}"{{}})')
 
 
@@ -64,6 +66,20 @@ def insert_placeholders(values: Values, given: Given) -> dict[str, Any]:  # Any:
         if (kind, name) not in mentioned:
             _insert(bound, kind, name, text)
     return bound
+
+
+def _mark_streamed(values: Values, given: Given) -> None:
+    """Mark the records that are streamed: they may be endless, so their hash covers only the first ones."""
+    objective = values.get("objective")
+    parts = objective.get("parts") if isinstance(objective, Mapping) else None
+    sections = [values, *(part for part in parts or () if isinstance(part, Mapping))]
+    for section in (each.get("data") for each in sections):
+        if isinstance(section, Mapping) and section.get("stream") not in (None, False):
+            train = section.get("train", "python:train")
+            for item in train if isinstance(train, list) else [train]:
+                placeholder = parse_placeholder(item.get("source") if isinstance(item, Mapping) else item)
+                if placeholder is not None and placeholder.name in given.data:
+                    given.data[placeholder.name].is_streamed = True
 
 
 def _values(config: ConfigLike) -> tuple[Values, str]:

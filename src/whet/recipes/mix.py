@@ -162,3 +162,8 @@ class MixStream(StepStream):
         """Move every part's stream to the position that `state` returned."""
         for part, stream in self.streams.items():
             stream.seek(state[part])
+
+    def close(self) -> None:
+        """Close the streams of all parts."""
+        for stream in self.streams.values():
+            stream.close()

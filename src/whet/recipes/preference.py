@@ -10,6 +10,7 @@ from whet.config.objectives.preference import PreferenceObjective
 from whet.data.batches import iter_batches_once
 from whet.data.run_data import Needs
 from whet.data.tokens.examples import StoredPairs
+from whet.data.tokens.token_store import TokenStore
 from whet.models.language_model import LanguageModel, eval_mode
 from whet.objectives.objective import Objective
 from whet.objectives.preference import Preference, response_logprobs
@@ -82,10 +83,11 @@ def _reference_logprobs(
     name: str, pairs: StoredPairs, model: LanguageModel, identity: str, b: Build
 ) -> np.ndarray:
     """Return the reference log-probabilities [pairs, 2] of the completions, computed once and then stored."""
-    sides = pairs.sides
+    sides, store = pairs.sides, pairs.store
+    assert isinstance(store, TokenStore)  # pairs are not streamed
     key = hashlib.sha256(f"{identity} {b.precision.compute}".encode())
     key.update(np.stack((sides.starts, sides.stops)).tobytes())
-    path = pairs.store.directory / f"reference-{key.hexdigest()[:32]}.bin"
+    path = store.directory / f"reference-{key.hexdigest()[:32]}.bin"
     if b.world.broadcast(path.is_file() and path.stat().st_size == 8 * len(sides)):
         log.info("reference: using stored log-probabilities of %s", name)
         return np.fromfile(path, dtype=np.float64).reshape(-1, 2)
@@ -103,5 +105,5 @@ def _reference_logprobs(
     for (indices, _), batch_scores in zip(batches, all_scores, strict=True):
         logprobs[indices] = batch_scores
     if b.world.is_main:
-        pairs.store.write_sidecar(path.name, logprobs)
+        store.write_sidecar(path.name, logprobs)
     return logprobs

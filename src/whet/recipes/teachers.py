@@ -11,6 +11,7 @@ from whet.config.objectives.distill import DistillObjective
 from whet.data.tokens.examples import StoredExamples, StoredPairs
 from whet.data.tokens.teacher_logprobs import TeacherLogprobs
 from whet.data.tokens.teacher_logprobs import open_teacher_logprobs as open_logprobs_file
+from whet.data.tokens.token_store import TokenStore
 from whet.errors import DataError
 from whet.model_io.fingerprints import config_file_digest, weight_files_digest
 from whet.recipes.frozen_models import check_same_vocab_size
@@ -81,6 +82,7 @@ def teacher_logprobs_path(name: str, examples: StoredExamples, section: DistillO
     Its name depends on the teacher, on top_k, and on how the stored tokens are split into examples.
     """
     assert section.offline is not None
+    assert isinstance(examples.store, TokenStore)  # offline teachers do not support data.stream
     key = hashlib.sha256(f"{name} {section.offline.top_k} ".encode())
     key.update(np.stack((examples.starts, examples.stops)).tobytes())
     return examples.store.directory / f"teacher-{key.hexdigest()[:32]}.bin"

@@ -99,6 +99,7 @@ def assemble(
     )
     if recipe.has_batches_at_start:
         b.steps = recipe.steps(b)
+        stack.callback(b.steps.close)
     if isinstance(model, LanguageModel):
         _complete_language_model(recipe, b)
 

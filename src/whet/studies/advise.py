@@ -119,7 +119,7 @@ def _batch(config: RunConfig, data: RunData) -> Iterator[Advice]:
     else:
         key, size = "run.batch_tokens", (run.batch_tokens or 0) / max(1.0, float(examples.lengths.mean()))
     description = f"{size:.3g} examples per step"
-    if size > len(examples):
+    if size > len(examples) and config.data.stream is None:  # of a stream, these are the first block
         yield Advice(
             key,
             "error",

@@ -8,7 +8,7 @@ import numpy as np
 
 from whet.data.tokens.eos_check import supervised_ends
 from whet.data.tokens.examples import StoredExamples
-from whet.data.tokens.token_store import TokenStore
+from whet.data.tokens.token_store import TokenArrays
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ def pair_hashes(hashes: np.ndarray) -> np.ndarray:
     return combined
 
 
-def _sides(store: TokenStore, hashes: np.ndarray) -> int:
+def _sides(store: TokenArrays, hashes: np.ndarray) -> int:
     """Return the number of records per hash: two for pairs."""
     return len(store) // max(1, len(hashes))
 
 
-def duplicates(store: TokenStore, hashes: np.ndarray) -> Duplicates:
+def duplicates(store: TokenArrays, hashes: np.ndarray) -> Duplicates:
     """Return the records that occur more than once; repetitions due to mixture weights do not count."""
     sides = _sides(store, hashes)
     order = np.argsort(hashes, kind="stable")
@@ -88,7 +88,7 @@ def duplicates(store: TokenStore, hashes: np.ndarray) -> Duplicates:
 
 
 def overlap(
-    held_out: TokenStore, held_out_hashes: np.ndarray, trained: TokenStore, hashes: np.ndarray
+    held_out: TokenArrays, held_out_hashes: np.ndarray, trained: TokenArrays, hashes: np.ndarray
 ) -> Duplicates:
     """Return the records of a held-out split that are also in the training data."""
     shared = np.flatnonzero(np.isin(held_out_hashes, hashes))

@@ -56,6 +56,7 @@ class StepFacts:
     displayed_rows: tuple[DisplayedRow, ...]
     rows: int  # rows of the micro-batch, displayed or not
     supervised_per_epoch: int | None = None  # supervised tokens; None if the data do not count them
+    is_streamed: bool = False  # measured on the first block of a stream, which has no epochs
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -113,7 +114,8 @@ def plan_steps(config: RunConfig, data: RunData) -> StepFacts:
         efficiency=real / positions,
         micro_batch_fill=real / (batches * settings.micro_tokens),
         measured=measured,
-        has_curriculum=not isinstance(stream, BatchStream),
+        has_curriculum=config.data.curriculum is not None,
+        is_streamed=config.data.stream is not None,
         displayed_rows=_drawn_rows(first[:DRAWN_ROWS], examples, settings),
         rows=len(first),
         supervised_per_epoch=_count_supervised(examples, plan.indices),

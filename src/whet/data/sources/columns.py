@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, rename_fields
 from whet.data.sources.record_formats import describe_fields
+from whet.data.sources.shards import identify, shards_of
 from whet.errors import DataError
 
 
@@ -13,6 +14,8 @@ def rename_columns(content: SourceContent, columns: Columns, *, name: str) -> So
     return SourceContent(
         rows=lambda: _checked_rows(rename(columns), columns, name=name),
         digest=lambda: digest_text(f"{content.digest()} columns {sorted(columns.items())}"),
+        shards=lambda _: shards_of(content, columns),
+        identity=lambda: digest_text(f"{identify(content)} columns {sorted(columns.items())}"),
     )
 
 

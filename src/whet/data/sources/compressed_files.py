@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
 from whet.errors import DataError
 
@@ -28,7 +28,14 @@ class ArchiveMember:
         return self.name
 
 
-DataFile = Path | ArchiveMember
+class VirtualFile(Protocol):
+    """A data file that is not a path: inside an archive, or remote. `str` gives its name for messages."""
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading, decompressed."""
+
+
+DataFile = Path | VirtualFile
 
 
 def missing_extra_error(source: str, error: ImportError) -> DataError:
@@ -40,7 +47,7 @@ def missing_extra_error(source: str, error: ImportError) -> DataError:
 def open_data_file(path: DataFile) -> Iterator[BinaryIO]:
     """Open a file and decompress it according to its suffix. Any read failure is raised as a DataError."""
     try:
-        with path.open() if isinstance(path, ArchiveMember) else _open(path) as file:
+        with _open(path) if isinstance(path, Path) else path.open() as file:
             yield file
     except FileNotFoundError as error:
         raise missing_path_error(Path(str(path))) from error
@@ -105,14 +112,34 @@ def strip_bom(start: bytes, path: DataFile) -> bytes:
     return start.removeprefix(b"\xef\xbb\xbf")
 
 
+def skip_bytes(file: BinaryIO, count: int, path: DataFile) -> None:
+    """Move to a byte offset of a file that is at its start; a stream that cannot seek is read up to there."""
+    if not count:
+        return
+    if file.seekable():
+        file.seek(count)
+        return
+    while count:
+        skipped = len(file.read(min(count, 2**20)))
+        if not skipped:
+            raise DataError(f"{path} is shorter than it was", hint="restore the file, or start a new run")
+        count -= skipped
+
+
 class LineReader:
     """Iterate over the lines of a file.
 
     A line that is too long raises a DataError, and the next call continues after it.
+
+    Args:
+        file: The file, at its start.
+        path: Its path, for messages.
+        start: Byte offset and line number after a line that was read earlier, to continue from there.
     """
 
-    def __init__(self, file: BinaryIO, path: DataFile) -> None:
-        self.line_number = 0  # number of the most recent line, counted from 1
+    def __init__(self, file: BinaryIO, path: DataFile, *, start: tuple[int, int] = (0, 0)) -> None:
+        self.offset, self.line_number = start  # after the most recent line; line numbers start from 1
+        skip_bytes(file, self.offset, path)
         self._file = file
         self._path = path
 
@@ -124,9 +151,11 @@ class LineReader:
         if not line:
             raise StopIteration
         self.line_number += 1
+        self.offset += len(line)
         if len(line) > MAX_RECORD_BYTES:
             while not line.endswith(b"\n") and line:
                 line = self._file.readline(2**20)
+                self.offset += len(line)
             raise DataError(
                 f"{self._path}:{self.line_number}: the line has more than {MAX_RECORD_BYTES:,} bytes"
             )

@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.data.sources.compressed_files import missing_extra_error
-from whet.data.sources.readers import SourceContent, SourceRow, digest_files, digest_text
+from whet.data.sources.readers import (
+    Columns,
+    Position,
+    Shard,
+    SourceContent,
+    SourceRow,
+    digest_files,
+    digest_text,
+    rename_row,
+)
 from whet.data.sources.splits import SPLIT_ALIASES, Split, select_split_name
 from whet.data.sources.tables import iter_table_rows
 from whet.errors import DataError
+from whet.lazy_import import load_object
 
 PREFIX, STREAM_PREFIX = "hf:", "hf-stream:"
 _BATCH = 256
+_IDENTIFY = "whet.data.sources.shards:identify_files"  # only streams use it
 
 
 class HubDataset(NamedTuple):
@@ -54,7 +65,9 @@ def saved_content(directory: Path, split: Split) -> SourceContent:
 
     return SourceContent(
         rows=lambda: dataset_rows(dataset(), str(directory)),
-        digest=lambda: digest_files([Path(file["filename"]) for file in dataset().cache_files]),
+        digest=lambda: digest_files(_cache_files(dataset())),
+        shards=lambda columns: dataset_shards(dataset(), str(directory), columns),
+        identity=lambda: load_object(_IDENTIFY)(_cache_files(dataset())),
     )
 
 
@@ -74,11 +87,23 @@ def hub_content(spec: str, split: Split) -> SourceContent:
     def digest() -> str:
         if is_streamed:  # the digest must not read the stream
             return digest_text(f"{name.name} {name.config} {split_name()} {_version(name, spec)}")
-        files = [Path(file["filename"]) for file in dataset().cache_files]
         # a slice of a split has the same files as the complete split
-        return digest_text(f"{split_name()} {digest_files(files)}")
+        return digest_text(f"{split_name()} {digest_files(_cache_files(dataset()))}")
 
-    return SourceContent(rows=lambda: dataset_rows(dataset(), spec), digest=digest)
+    def identity() -> str:
+        files = "" if is_streamed else load_object(_IDENTIFY)(_cache_files(dataset()))
+        return digest() if is_streamed else digest_text(f"{split_name()} {files}")
+
+    return SourceContent(
+        rows=lambda: dataset_rows(dataset(), spec),
+        digest=digest,
+        shards=lambda columns: dataset_shards(dataset(), spec, columns),
+        identity=identity,
+    )
+
+
+def _cache_files(dataset: Any) -> list[Path]:  # Any: an optional library
+    return [Path(file["filename"]) for file in dataset.cache_files]
 
 
 def parse_hub_spec(spec: str) -> HubDataset:
@@ -161,15 +186,49 @@ def dataset_rows(
     name: str,
     *,
     origin: Callable[[int], str] | None = None,
+    start: int = 0,
 ) -> Iterator[SourceRow]:
-    """Yield the rows of a dataset in batches.
+    """Yield the rows of a dataset in batches, from the row `start`, counted from 0.
 
     `origin` maps the row number, counted from 1, to a location. The default is `name#1`, `name#2`, ...
     """
     number = 0
     try:
+        if start and hasattr(dataset, "__len__"):  # not streamed: rows are found without reading others
+            number = min(start, len(dataset))
+            dataset = dataset.select(range(number, len(dataset)))
         for table in dataset.with_format("arrow").iter(batch_size=_BATCH):
-            yield from iter_table_rows(table, name, start=number + 1, origin=origin)
+            skipped = min(max(0, start - number), table.num_rows)
+            first = number + skipped + 1
+            yield from iter_table_rows(table.slice(skipped), name, start=first, origin=origin)
             number += table.num_rows
     except Exception as error:  # datasets raises whatever its readers and the network raise
         raise _unreadable_error(name, error) from error
+
+
+def dataset_shards(
+    dataset: Any,  # Any: an optional library
+    name: str,
+    columns: Columns,
+    *,
+    origin: Callable[[int], str] | None = None,
+) -> list[Shard]:
+    """Return the shards of a streamed dataset, which are its files, or a downloaded dataset as one shard.
+
+    `origin` is as in `dataset_rows`; rows of the second of several shards are `name#2:1`, `name#2:2`, ...
+    """
+    count = 1 if hasattr(dataset, "__len__") else dataset.num_shards
+
+    def shard(index: int) -> Shard:
+        def rows(position: Position) -> Iterator[tuple[SourceRow, Position]]:
+            start = position[0] if position else 0
+            part = dataset if count == 1 else dataset.shard(num_shards=count, index=index)
+            part_name = name if count == 1 else f"{name}#{index + 1}:"
+            located = origin or (lambda number: f"{part_name}{'#' * (count == 1)}{number}")
+            read = dataset_rows(part, name, origin=located, start=start)
+            for number, row in enumerate(read, start=start + 1):
+                yield rename_row(row, columns), (number,)
+
+        return Shard(rows)
+
+    return [shard(index) for index in range(count)]

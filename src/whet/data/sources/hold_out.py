@@ -17,6 +17,7 @@ import numpy as np
 from whet.data.sources.chat_messages import Message
 from whet.data.sources.readers import digest_text
 from whet.data.sources.source import CombinedSource, Record, Skipped, Source
+from whet.data.sources.source_epochs import RepeatedSource
 from whet.errors import DataError
 
 _VERSION = 1  # of keys and selection; a new version changes the split of existing data
@@ -124,16 +125,21 @@ class SideSource:
 def split_source(source: Source, settings: HoldOut) -> tuple[Source, Source, HeldOutGroups]:
     """Split a source into training and validation records. Return both, and the groups held out.
 
-    Weights mix the training records; each validation record is read once.
+    Weights and epochs apply to the training records; each validation record is read once.
     """
     if not isinstance(source, CombinedSource):
         groups = HeldOutGroups([source], settings)
         sides = [SideSource(source, groups, held_out=side, may_be_empty=False) for side in (False, True)]
         return sides[0], sides[1], groups
-    parts, weights = source.sources, source.weights
+    weights = source.weights
+    parts = [part.source if isinstance(part, RepeatedSource) else part for part in source.sources]
     groups = HeldOutGroups(parts, settings)
-    train = [SideSource(part, groups, held_out=False, may_be_empty=weights is None) for part in parts]
+    sides = [SideSource(part, groups, held_out=False, may_be_empty=weights is None) for part in parts]
     valid = [SideSource(part, groups, held_out=True, may_be_empty=True) for part in parts]
+    train = [
+        part.with_source(side) if isinstance(part, RepeatedSource) else side
+        for part, side in zip(source.sources, sides, strict=True)
+    ]
     return CombinedSource(train, weights), CombinedSource(valid), groups
 
 

@@ -4,21 +4,27 @@ import datetime
 import decimal
 import hashlib
 import inspect
+import itertools
 import json
+import logging
 import math
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from whet.data.sources.hf_datasets import dataset_rows
-from whet.data.sources.readers import SourceContent, SourceRow
+from whet.data.sources.hf_datasets import dataset_rows, dataset_shards
+from whet.data.sources.readers import Columns, Shard, SourceContent, SourceRow, rename_row
 from whet.data.sources.strict_json import MAX_DEPTH, JsonFields
 from whet.errors import DataError, short_repr
 from whet.lazy_import import is_instance_of
 
+log = logging.getLogger("whet")
+
+_MANY_RECORDS = 1_000_000
+_IDENTITY_RECORDS = 1000
 # converted to text, as in tables
 _TEXT_TYPES = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 _ACCEPTED_HINT = (
@@ -31,19 +37,29 @@ class PythonRows:
     """The records passed as `whet.train(config, data={name: rows})`.
 
     Every complete pass is compared with the first, because tokens are cached under the hash of the records.
+    Records that are streamed may be endless: only the first of them are compared.
     """
 
     def __init__(self, name: str, rows: object) -> None:
         self.name = name
+        self.is_streamed = False  # set for the records of data.stream
+        self._rows = rows
         self._read = _make_reader(name, rows)
         self._digest: str | None = None
+        self._identity: str | None = None
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield each record with its origin, `name[index]`, as plain JSON values."""
         sha256 = hashlib.sha256()
-        for row in self._read():
+        for number, row in enumerate(self._read(), start=1):
             checked, encoded = _encode(row)
             sha256.update(encoded + b"\n")
+            if number == _MANY_RECORDS and self._digest is None:
+                log.warning(
+                    "data %r has more than %d records, and all are read before training: if it is endless, "
+                    "set data.stream to true",
+                    *(self.name, number),
+                )
             yield checked
         digest = sha256.hexdigest()
         if self._digest not in (None, digest):
@@ -55,6 +71,8 @@ class PythonRows:
 
     def digest(self) -> str:
         """Return the SHA-256 of all records as JSON, one per line, with keys in their original order."""
+        if self.is_streamed:
+            return self.identity()
         if self._digest is None:
             for _ in self.rows():
                 pass
@@ -63,14 +81,31 @@ class PythonRows:
 
     def content(self) -> SourceContent:
         """Return the records in the form that a source reads."""
-        return SourceContent(rows=self.rows, digest=self.digest)
+        return SourceContent(rows=self.rows, digest=self.digest, shards=self._shards, identity=self.identity)
+
+    def identity(self) -> str:
+        """Return the SHA-256 of the first records."""
+        if self._identity is None:
+            sha256 = hashlib.sha256()
+            for row in itertools.islice(self._read(), _IDENTITY_RECORDS):
+                sha256.update(_encode(row)[1] + b"\n")
+            self._identity = sha256.hexdigest()
+        return self._identity
+
+    def _shards(self, columns: Columns) -> Sequence[Shard]:
+        from whet.data.sources.shards import counted_shard
+
+        if _is_dataset(self._rows) and not _is_transformed(self._rows):
+            origin = (lambda number: f"{self.name}[{number - 1}]") if hasattr(self._rows, "__len__") else None
+            return dataset_shards(self._rows, self.name, columns, origin=origin)
+        return [counted_shard(lambda: (rename_row(_encode(row)[0], columns) for row in self._read()))]
 
 
 def _make_reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
     """Return a function that reads the records from the start; raise an error if that is not possible."""
     if is_instance_of(rows, "pandas:DataFrame"):
         return lambda: _rows(name, _frame_rows(name, rows))
-    if is_instance_of(rows, "datasets:Dataset") or is_instance_of(rows, "datasets:IterableDataset"):
+    if _is_dataset(rows):
         return lambda: _dataset_rows(name, rows)
     if isinstance(rows, Iterator):
         raise DataError(
@@ -118,9 +153,17 @@ def _rows(name: str, rows: Iterable[object]) -> Iterator[SourceRow]:
             yield DataError(f"{origin}: a record must be a dict, not {type(row).__name__}")
 
 
+def _is_dataset(rows: object) -> bool:
+    return is_instance_of(rows, "datasets:Dataset") or is_instance_of(rows, "datasets:IterableDataset")
+
+
+def _is_transformed(dataset: Any) -> bool:  # Any: an optional library
+    """Return whether a transform creates the rows, which Arrow would bypass."""
+    return isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
+
+
 def _dataset_rows(name: str, dataset: Any) -> Iterator[SourceRow]:  # Any: an optional library
-    is_transformed = isinstance(getattr(dataset, "format", None), dict) and dataset.format["type"] == "custom"
-    if is_transformed:  # a transform creates the rows, which Arrow would bypass
+    if _is_transformed(dataset):
         return _rows(name, dataset)
     return dataset_rows(dataset, name, origin=lambda number: f"{name}[{number - 1}]")
 

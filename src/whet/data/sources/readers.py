@@ -24,6 +24,7 @@ from whet.data.sources.record_formats import is_record
 from whet.data.sources.strict_json import JsonFields, parse_json_bytes, require_object
 from whet.error_boundary import invalid_input_errors
 from whet.errors import DataError
+from whet.lazy_import import load_object
 
 if TYPE_CHECKING:
     from whet.data.sources.splits import Split
@@ -32,28 +33,39 @@ if TYPE_CHECKING:
 SourceRow = tuple[str, JsonFields] | DataError
 Reader = Callable[[DataFile], Iterator[SourceRow]]
 
+Position = tuple[int, ...]  # in a shard, after a row: a byte offset and a line, or a count of rows
 Columns = Mapping[str, str]  # whet's name of a field -> its name in the file
 _NO_COLUMNS: Columns = MappingProxyType({})
 
 _START_BYTES = 2**18  # of a .json file, to see what it contains
 PIECE_BYTES = 2**20  # of one plain-text record: longer files are split between lines
+# only streams use them
+_FILE_SHARDS, _IDENTITY = (f"whet.data.sources.shards:{name}" for name in ("file_shards", "identify_files"))
 MAX_OBJECT_BYTES = 2**28  # of a .json file with a single object, which is read at once
 
 
 def read_jsonl(path: DataFile) -> Iterator[SourceRow]:
     """Read JSON Lines: one object per line; empty lines are skipped."""
+    return (row for row, _ in read_jsonl_from(path))
+
+
+def read_jsonl_from(path: DataFile, start: tuple[int, int] = (0, 0)) -> Iterator[tuple[SourceRow, Position]]:
+    """Read JSON Lines from a position: the byte offset and number of a line, which come with every row."""
     with open_data_file(path) as file:
-        lines = LineReader(file, path)
+        lines = LineReader(file, path, start=start)
         while True:
+            row: SourceRow
             try:
                 line = next(lines, None)
                 if line is None:
                     return
-                if line.strip():
-                    origin = f"{path}:{lines.line_number}"
-                    yield origin, _parse_line(line, origin)
+                if not line.strip():
+                    continue
+                origin = f"{path}:{lines.line_number}"
+                row = origin, _parse_line(line, origin)
             except DataError as error:
-                yield error
+                row = error
+            yield row, (lines.offset, lines.line_number)
 
 
 def _parse_line(line: bytes, origin: str) -> JsonFields:
@@ -209,6 +221,11 @@ def _text_piece(lines: list[bytes], origin: str) -> Iterator[SourceRow]:
 
 def read_parquet(path: DataFile) -> Iterator[SourceRow]:
     """Read a Parquet file in batches of rows."""
+    return (row for row, _ in read_parquet_from(path))
+
+
+def read_parquet_from(path: DataFile, start: int = 0) -> Iterator[tuple[SourceRow, Position]]:
+    """Read a Parquet file from a row, counted from 0. Row groups before it are not read."""
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -219,9 +236,17 @@ def read_parquet(path: DataFile) -> Iterator[SourceRow]:
     with open_data_file(path) as file, unreadable:
         # small reads: the defaults would load complete columns of a row group, or of the file
         parquet_file = parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
-        number = 0
-        for batch in parquet_file.iter_batches(batch_size=256):
-            yield from iter_table_rows(batch, str(path), start=number + 1)
+        number = group = 0  # number: the rows before the next batch
+        metadata = parquet_file.metadata
+        while group < metadata.num_row_groups and number + metadata.row_group(group).num_rows <= start:
+            number += metadata.row_group(group).num_rows
+            group += 1
+        groups = range(group, metadata.num_row_groups)
+        for batch in parquet_file.iter_batches(batch_size=256, row_groups=groups):
+            skipped = min(max(0, start - number), batch.num_rows)
+            rows = iter_table_rows(batch.slice(skipped), str(path), start=number + skipped + 1)
+            for count, row in enumerate(rows, start=number + skipped + 1):
+                yield row, (count,)
             number += batch.num_rows
 
 
@@ -232,10 +257,11 @@ def read_archive(
     from whet.data.sources.archives import open_members
     from whet.data.sources.splits import select_members
 
-    assert isinstance(path, Path)  # archives are not nested
+    if not isinstance(path, Path):
+        raise DataError(f"{path}: only local archives can be read", hint="download it first")
     with invalid_input_errors(f"{path} cannot be read", kind=DataError):
         for member in open_members(path, lambda names: select_members(names, split, path)):
-            yield from _read_renamed(select_reader(Path(member.name)), member, columns)
+            yield from read_renamed(select_reader(Path(member.name)), member, columns)
 
 
 READERS: dict[str, Reader] = {
@@ -275,11 +301,25 @@ class SourceContent:
     """The content of a source: functions that return its rows, from the start, and its digest.
 
     `rename` returns the rows with renamed columns, where renaming the fields afterwards would be too late.
+    `shards` returns the parts that a stream reads in any order, with renamed columns, and `identity` a digest
+    that is cheap to compute. Without them, a stream reads `rows` and uses `digest`.
     """
 
     rows: Callable[[], Iterator[SourceRow]]
     digest: Callable[[], str]
     rename: Callable[[Columns], Iterator[SourceRow]] | None = None
+    shards: "Callable[[Columns], Sequence[Shard]] | None" = None
+    identity: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a source that can be read from any position.
+
+    `rows` yields the rows after a position, each with the position after it; () is the start.
+    """
+
+    rows: Callable[[Position], Iterator[tuple[SourceRow, Position]]]
 
 
 def files_content(paths: Sequence[Path]) -> SourceContent:
@@ -288,16 +328,24 @@ def files_content(paths: Sequence[Path]) -> SourceContent:
     return SourceContent(
         rows=lambda: (row for read, path in readers for row in read(path)),
         digest=lambda: digest_files(paths),
-        rename=lambda columns: (row for read, path in readers for row in _read_renamed(read, path, columns)),
+        rename=lambda columns: (row for read, path in readers for row in read_renamed(read, path, columns)),
+        shards=lambda columns: load_object(_FILE_SHARDS)(paths, columns),
+        identity=lambda: load_object(_IDENTITY)(paths),
     )
 
 
-def _read_renamed(read: Reader, path: DataFile, columns: Columns) -> Iterator[SourceRow]:
+def rename_row(row: SourceRow, columns: Columns) -> SourceRow:
+    """Return a row with renamed fields; an error stays as it is."""
+    if not columns or isinstance(row, DataError):
+        return row
+    return row[0], rename_fields(row[1], columns)
+
+
+def read_renamed(read: Reader, path: DataFile, columns: Columns) -> Iterator[SourceRow]:
+    """Read a file with renamed columns."""
     if read in (read_csv, read_tsv, read_archive):
         return functools.partial(read, columns=columns)(path)
-    return (
-        row if isinstance(row, DataError) else (row[0], rename_fields(row[1], columns)) for row in read(path)
-    )
+    return (rename_row(row, columns) for row in read(path))
 
 
 def rename_fields(fields: JsonFields, columns: Columns) -> JsonFields:

@@ -6,11 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
-from whet.config.data import Format, FormatName, WeightedSource
+from whet.config.data import Format, FormatName, Weight, WeightedSource
 from whet.config.placeholder import parse_placeholder
 from whet.data.sources.chat_messages import without_fields
 from whet.data.sources.compressed_files import is_archive, missing_path_error
-from whet.data.sources.readers import Columns, SourceContent, SourceRow, digest_text, files_content
+from whet.data.sources.readers import Columns, Shard, SourceContent, SourceRow, digest_text, files_content
 from whet.data.sources.record_formats import find_format, normalize_record
 from whet.data.sources.splits import Split, archive_content, directory_content, glob_content, has_split
 from whet.errors import DataError
@@ -120,7 +120,7 @@ class SingleSource:
         skipped = Skipped()
         empty = True
         for row in self._content.rows():
-            record = self._to_record(row)
+            record = self.to_record(row)
             if isinstance(record, Record):
                 empty = False
                 yield record
@@ -146,7 +146,20 @@ class SingleSource:
         digest = self._content.digest()
         return digest_text(f"{digest} without {sorted(self.ignore)}") if self.ignore else digest
 
-    def _to_record(self, row: SourceRow) -> Record | DataError:
+    def shards(self) -> Sequence[Shard]:
+        """Return the parts that a stream reads, each from any position."""
+        from whet.data.sources.shards import shards_of
+
+        return shards_of(self._content)
+
+    def identity(self) -> str:
+        """Return a digest that is cheap to compute, of the content and of the ignored field names."""
+        from whet.data.sources.shards import identify
+
+        return digest_text(f"{identify(self._content)} without {sorted(self.ignore)}")
+
+    def to_record(self, row: SourceRow) -> Record | DataError:
+        """Return a row as a validated record, or the error that makes it unusable."""
         if isinstance(row, DataError):
             return row
         origin, fields = row
@@ -159,9 +172,9 @@ class SingleSource:
 
 
 class CombinedSource:
-    """Several sources, one after the other or mixed by weight."""
+    """Several sources, one after the other or mixed by weight. Only streams have weights that change."""
 
-    def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], weights: Sequence[Weight] | None = None) -> None:
         self.sources = sources
         self.weights = weights
         self._checked = False  # whether the length of a pass was checked
@@ -169,18 +182,19 @@ class CombinedSource:
         if weights is None:
             self.name = " + ".join(names)
         else:
-            shares = [f"{weight / sum(weights):.3g}" for weight in weights]
-            self.name = " + ".join(f"{share} {name}" for share, name in zip(shares, names, strict=True))
+            parts = zip(describe_shares(weights), names, strict=True)
+            self.name = " + ".join(f"{share} {name}" for share, name in parts)
 
     def __iter__(self) -> Iterator[Record]:
         if self.weights is None:
             return (record for source in self.sources for record in source)
         from whet.data.sources.source_mixing import check_pass, mix
 
+        weights = [weight for weight in self.weights if isinstance(weight, int | float)]
         if not self._checked:
-            check_pass(self.sources, self.weights, [source.name for source in self.sources])
+            check_pass(self.sources, weights, [source.name for source in self.sources])
             self._checked = True
-        return mix(self.sources, self.weights)
+        return mix(self.sources, weights)
 
     @property
     def skipped(self) -> Skipped:
@@ -204,12 +218,13 @@ def open_source(
     ignore: Collection[str] = (),
     columns: Columns = MappingProxyType({}),
     given: GivenRows = MappingProxyType({}),
+    seed: int = 0,
 ) -> Source:
     """Open the source that a config names.
 
     Args:
         spec: A path, a glob, `hf:NAME`, `synth:NAME`, a placeholder, or a list of these, optionally with
-            weights.
+            weights or epochs.
         split: The split to read if the source has several.
         form: The record format to require; `auto` detects the format of each record.
         on_bad: `error` raises a DataError for a bad record; `skip` skips it and counts it in `skipped`.
@@ -217,6 +232,7 @@ def open_source(
         columns: Names of fields to rename: whet's name -> the name in the source. A source of a weighted
             list can have its own.
         given: Records passed from Python, for placeholders of the form `python:NAME:HASH`.
+        seed: Seed of the fraction of a source that `epochs` selects.
 
     Returns:
         A source that reads its records from the start on each iteration.
@@ -240,8 +256,29 @@ def open_source(
         )
         for part, part_columns in parts
     ]
-    weights = [part.weight for part in spec if isinstance(part, WeightedSource)]
+    if any(isinstance(part, WeightedSource) and part.epochs is not None for part in spec):
+        from whet.data.sources.source_epochs import RepeatedSource
+
+        epochs = [part.epochs or 1 for part in spec if isinstance(part, WeightedSource)]
+        parts_with_epochs = enumerate(zip(sources, epochs, strict=True))
+        return CombinedSource(
+            [RepeatedSource(source, n, seed=seed, index=index) for index, (source, n) in parts_with_epochs]
+        )
+    weights = [part.weight for part in spec if isinstance(part, WeightedSource) and part.weight is not None]
     return CombinedSource(sources, weights or None)
+
+
+def describe_shares(weights: Sequence[Weight]) -> list[str]:
+    """Return the share of each source as text, or its weights if they change during the run."""
+    total = sum(weight for weight in weights if isinstance(weight, int | float))
+    if any(isinstance(weight, Mapping) for weight in weights):
+        return [
+            "/".join(
+                f"{value:.3g}" for value in (weight.values() if isinstance(weight, Mapping) else [weight])
+            )
+            for weight in weights
+        ]
+    return [f"{weight / total:.3g}" for weight in weights if isinstance(weight, int | float)]
 
 
 def is_source(value: SourceSpec | float | None) -> TypeGuard[SourceSpec]:
@@ -280,6 +317,12 @@ def _content(spec: str, split: Split) -> SourceContent:
 
         address = next((prefix for prefix in _HUB_ADDRESSES if spec.startswith(prefix)), "hf:")
         return hub_content(f"hf:{spec.removeprefix(address)}" if "//" in address else spec, split)
+    if "://" in spec:
+        from whet.data.sources.remote_files import check_address, local_path, remote_content
+
+        if check_address(spec) != "file":
+            return remote_content(spec)
+        spec = local_path(spec)
     path = Path(spec).expanduser()
     if path.is_dir():
         return _directory_content(path, split)

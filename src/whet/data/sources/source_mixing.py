@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Generic, TypeVar
 
+import numpy as np
+
+from whet.config.data import Weight
 from whet.errors import DataError
 
 T = TypeVar("T")
@@ -32,6 +35,21 @@ def mix(sources: Sequence[Iterable[T]], weights: Sequence[float]) -> Iterator[T]
         chosen = behind.index(max(behind))
         counts[chosen] += 1
         yield readers[chosen].next_record()
+
+
+def weight_at(weight: Weight, step: int, *, total_steps: int) -> float:
+    """Return a weight at a step, counted from 0: between two steps of a schedule, it changes linearly.
+
+    Args:
+        weight: A number, or a mapping of steps, or fractions of the run below 1, to numbers.
+        step: The step.
+        total_steps: The steps of the run.
+    """
+    if isinstance(weight, int | float):
+        return float(weight)
+    points = sorted((at if at >= 1 else at * total_steps, value) for at, value in weight.items())
+    steps, values = zip(*points, strict=True)
+    return float(np.interp(step, steps, values))
 
 
 def check_pass(sources: Sequence[Iterable[T]], weights: Sequence[float], names: Sequence[str]) -> None:

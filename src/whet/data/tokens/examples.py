@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from whet.data.tokens.token_store import TokenStore
+from whet.data.tokens.token_store import TokenArrays
 from whet.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class StoredExamples(Sequence[Example]):
 
     def __init__(
         self,
-        store: TokenStore,
+        store: TokenArrays,
         records: np.ndarray,
         starts: np.ndarray,
         stops: np.ndarray,
@@ -141,7 +141,12 @@ def lengths_of(examples: Sequence[Example] | Sequence[Pair]) -> np.ndarray:
 
 
 def build_examples(
-    store: TokenStore, *, max_length: int, too_long: TooLong, is_classification: bool = False
+    store: TokenArrays,
+    *,
+    max_length: int,
+    too_long: TooLong,
+    is_classification: bool = False,
+    may_be_empty: bool = False,
 ) -> StoredExamples:
     """Return the records of a store as examples of at most `max_length` tokens.
 
@@ -152,6 +157,7 @@ def build_examples(
             window starts with the last token of the previous one, so every token is predicted once. Records
             and windows without supervised targets are dropped.
         is_classification: Whether the examples are inputs to classify.
+        may_be_empty: Whether the store may have no example, such as one block of a stream.
 
     Raises:
         DataError: A record is too long with `too_long="error"`, or no example is left.
@@ -183,7 +189,7 @@ def build_examples(
     if too_long == "drop":
         counts["dropped"] = len(too_long_records)
     records, begin, end = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-    if not len(records):
+    if not len(records) and not may_be_empty:
         raise DataError(
             f"no example is left: all {counts['dropped']} records were dropped (the last one is "
             f"{store.origin(len(store) - 1)})",
@@ -218,7 +224,7 @@ class StoredPairs(Sequence[Pair]):
         )
 
     @property
-    def store(self) -> TokenStore:
+    def store(self) -> TokenArrays:
         """The token store of the examples."""
         return self.sides.store
 
@@ -261,7 +267,7 @@ def too_long_hint(*, can_split: bool) -> str:
     return f"raise data.max_length, or set data.too_long to {options}"
 
 
-def build_pairs(store: TokenStore, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
+def build_pairs(store: TokenArrays, *, max_length: int, too_long: TooLong, pack: bool) -> StoredPairs:
     """Return the pairs of a store, limited in length. A pair without a supervised completion is dropped."""
     if too_long == "split":
         raise DataError("pairs cannot be split into windows", hint="set data.too_long to truncate or drop")

@@ -20,7 +20,7 @@ from whet.data.tokens.examples import Example
 from whet.data.tokens.field_audit import FieldAudit
 from whet.data.tokens.loss_mask import Supervise, Turns
 from whet.data.tokens.rendering import Rendering
-from whet.data.tokens.token_store import TokenStore, open_store, write_store
+from whet.data.tokens.token_store import TokenBuffer, TokenStore, open_store, write_store
 from whet.data.tokens.tokenize import Encoder, Question, render_tokens
 from whet.errors import DataError
 
@@ -89,8 +89,8 @@ class _Tally:
             self.split += 1
             self.turn_examples += len(group)
 
-    def notes(self, source: Source) -> dict[str, Any]:  # Any: JSON values
-        skipped = [part for part in (source.skipped, self.skipped) if part.count]
+    def notes(self, unreadable: Skipped) -> dict[str, Any]:  # Any: JSON values
+        skipped = [part for part in (unreadable, self.skipped) if part.count]
         return {
             "skipped": sum(part.count for part in skipped),
             "reasons": [reason for part in skipped for reason in part.reasons][:MAX_REASONS],
@@ -161,7 +161,31 @@ class Preparation:
         return write_store(
             directory,
             self._examples(source, tally),
-            notes=lambda: {"source": source.name, **tally.notes(source)},
+            notes=lambda: {"source": source.name, **tally.notes(source.skipped)},
+        )
+
+    def buffer(
+        self, records: Iterable[Record | DataError], *, name: str, carried: Sequence[Example] = ()
+    ) -> TokenBuffer:
+        """Tokenize records of a stream into memory.
+
+        Args:
+            records: The records, or the errors of those that cannot be read.
+            name: The name of the source.
+            carried: Examples that come first, because the previous block left them over.
+        """
+        tally = _Tally(FieldAudit(self.renderer))
+
+        def readable() -> Iterator[Record]:
+            for record in records:
+                if isinstance(record, Record):
+                    yield record
+                else:
+                    self._handle_bad_record(record, tally)
+
+        return TokenBuffer(
+            itertools.chain(carried, self._encode(readable(), tally)),
+            notes=lambda: {"source": name, **tally.notes(Skipped())},
         )
 
     def _can_use(self, store: TokenStore) -> bool:
@@ -209,7 +233,16 @@ class Preparation:
 
     def _examples(self, source: Source, tally: _Tally) -> Iterator[Example]:
         empty = True
-        for chunk, encoded in self._encode_chunks(source, tally):
+        for example in self._encode(source, tally):
+            empty = False
+            yield example
+        if empty:
+            if tally.skipped.count:
+                raise tally.skipped.as_error(source.name)
+            raise DataError(f"{source.name} contains no record to train on")
+
+    def _encode(self, records: Iterable[Record], tally: _Tally) -> Iterator[Example]:
+        for chunk, encoded in self._encode_chunks(records, tally):
             remaining = iter(encoded)
             for group in chunk:
                 examples = [next(remaining) for _ in group]
@@ -218,20 +251,15 @@ class Preparation:
                     self._handle_bad_record(errors[0], tally)
                     continue
                 tally.add(group, pairs=self.pairs)
-                empty = False
                 yield from (example for example in examples if isinstance(example, Example))
-        if empty:
-            if tally.skipped.count:
-                raise tally.skipped.as_error(source.name)
-            raise DataError(f"{source.name} contains no record to train on")
 
     def _encode_chunks(
-        self, source: Source, tally: _Tally
+        self, records: Iterable[Record], tally: _Tally
     ) -> Iterator[tuple[list[tuple[Rendering, ...]], list[Example | DataError]]]:
         """Yield chunks with their examples. One chunk is tokenized while the next one is rendered."""
         pending: tuple[list[tuple[Rendering, ...]], list[Rendering], Future[list[Any]]] | None = None
         with ThreadPoolExecutor(max_workers=1) as worker:
-            for chunk in itertools.chain(self._render_chunks(source, tally), [None]):
+            for chunk in itertools.chain(self._render_chunks(records, tally), [None]):
                 submitted = None
                 if chunk is not None:
                     texts = [rendering for group in chunk for rendering in group]
@@ -241,11 +269,13 @@ class Preparation:
                     yield previous, self.encoder.to_examples(renderings, encodings.result())
                 pending = submitted
 
-    def _render_chunks(self, source: Source, tally: _Tally) -> Iterator[list[tuple[Rendering, ...]]]:
+    def _render_chunks(
+        self, records: Iterable[Record], tally: _Tally
+    ) -> Iterator[list[tuple[Rendering, ...]]]:
         """Yield the rendered texts of several records at a time."""
         chunk: list[tuple[Rendering, ...]] = []
         characters = 0
-        for record in source:
+        for record in records:
             if record.record_format:
                 tally.audit.add(record)
             group = self._render_record(record, tally)

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -45,34 +45,19 @@ class TokenizedRecord(Protocol):
         """The numeric columns of the record."""
 
 
-class TokenStore:
-    """Tokenized records, memory-mapped from disk. Memory does not grow with their number."""
+class TokenArrays:
+    """Tokenized records as arrays, on disk (`TokenStore`) or in memory (`TokenBuffer`)."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        meta = json.loads((directory / "meta.json").read_text())
-        self.largest: int = meta["largest"]  # largest token id
-        self.digest: str = meta["digest"]  # SHA-256 of all tokens and loss masks
-        self.notes: dict[str, Any] = meta["notes"]  # Any: JSON values
-        for name, size in meta["sizes"].items():
-            if (directory / name).stat().st_size != size:
-                raise ValueError(f"{directory / name} is incomplete")
-        self.bounds = self._memmap("bounds.bin", np.int64)  # [records + 1] start of each record in `_tokens`
-        # [records] number of supervised targets
-        self.supervised_counts = self._memmap("learned.bin", np.int32)
-        # [records, columns] numeric columns of each record
-        self.values = self._memmap("values.bin", np.float64).reshape(-1, max(1, meta["columns"]))
-        self._tokens = self._memmap("tokens.bin", np.uint32)
-        # [tokens] loss weights; only stores of records with weights have them
-        self._weights = self._memmap(_WEIGHTS, np.float32) if _WEIGHTS in meta["sizes"] else None
-        self._origins = self._memmap("origins.bin", np.uint8)
-        self._origin_bounds = self._memmap("origin_bounds.bin", np.int64)
-
-    def _memmap(self, name: str, dtype: type) -> np.ndarray:
-        path = self.directory / name
-        if not path.stat().st_size:  # an empty file cannot be mapped
-            return np.zeros(0, dtype=dtype)
-        return np.memmap(path, dtype=dtype, mode="r")
+    largest: int  # largest token id
+    digest: str  # SHA-256 of all tokens and loss masks
+    notes: dict[str, Any]  # Any: JSON values
+    bounds: np.ndarray  # [records + 1] start of each record in `_tokens`
+    supervised_counts: np.ndarray  # [records] number of supervised targets
+    values: np.ndarray  # [records, columns] numeric columns of each record
+    _tokens: np.ndarray
+    _weights: np.ndarray | None  # [tokens] loss weights, if any record has weights
+    _origins: np.ndarray
+    _origin_bounds: np.ndarray
 
     def __len__(self) -> int:
         return len(self.supervised_counts)
@@ -107,16 +92,80 @@ class TokenStore:
                 return record
         raise ValueError(f"no record contains token {token}")
 
-    def write_sidecar(self, name: str, values: np.ndarray) -> None:
-        """Write values computed from the tokens to a file in the store, atomically."""
-        replace_bytes(self.directory / name, values.tobytes())
-
     def count_supervised(self, record: int, windows: np.ndarray) -> np.ndarray:
         """Return the number of supervised targets in each window [windows, 2] of a record."""
         targets = windows[:, 1] - windows[:, 0] - 1
         if self.supervised_counts[record] == self.bounds[record + 1] - self.bounds[record] - 1:
             return targets  # all targets are supervised, as in plain text
         return np.array([np.count_nonzero(self.read(start + 1, stop)[1]) for start, stop in windows.tolist()])
+
+
+class TokenStore(TokenArrays):
+    """Tokenized records, memory-mapped from disk. Memory does not grow with their number."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        meta = json.loads((directory / "meta.json").read_text())
+        self.largest, self.digest, self.notes = meta["largest"], meta["digest"], meta["notes"]
+        for name, size in meta["sizes"].items():
+            if (directory / name).stat().st_size != size:
+                raise ValueError(f"{directory / name} is incomplete")
+        self.bounds = self._memmap("bounds.bin", np.int64)
+        self.supervised_counts = self._memmap("learned.bin", np.int32)
+        self.values = self._memmap("values.bin", np.float64).reshape(-1, max(1, meta["columns"]))
+        self._tokens = self._memmap("tokens.bin", np.uint32)
+        self._weights = self._memmap(_WEIGHTS, np.float32) if _WEIGHTS in meta["sizes"] else None
+        self._origins = self._memmap("origins.bin", np.uint8)
+        self._origin_bounds = self._memmap("origin_bounds.bin", np.int64)
+
+    def _memmap(self, name: str, dtype: type) -> np.ndarray:
+        path = self.directory / name
+        if not path.stat().st_size:  # an empty file cannot be mapped
+            return np.zeros(0, dtype=dtype)
+        return np.memmap(path, dtype=dtype, mode="r")
+
+    def write_sidecar(self, name: str, values: np.ndarray) -> None:
+        """Write values computed from the tokens to a file in the store, atomically."""
+        replace_bytes(self.directory / name, values.tobytes())
+
+
+class TokenBuffer(TokenArrays):
+    """Tokenized records in memory: one block of a stream."""
+
+    def __init__(self, examples: Iterable[TokenizedRecord], *, notes: Callable[[], dict[str, Any]] = dict):
+        # Any: JSON values; `notes` is called after the last example
+        tokens, masks, weights = list[np.ndarray](), list[np.ndarray](), list[np.ndarray | None]()
+        origins, values = list[bytes](), list[tuple[float, ...]]()
+        for example in examples:
+            tokens.append(np.asarray(example.tokens, dtype=np.uint32))
+            masks.append(np.asarray(example.supervised, dtype=bool))
+            weights.append(None if example.weights is None else np.asarray(example.weights, np.float32))
+            origins.append(example.origin.encode())
+            values.append(example.values)
+        self.notes = notes()
+        self.bounds = _bounds(tokens)
+        self.supervised_counts = np.array([np.count_nonzero(mask[1:]) for mask in masks], dtype=np.int32)
+        columns = len(values[0]) if values else 0
+        self.values = np.array(values, dtype=np.float64).reshape(len(values), columns)
+        ids = np.concatenate(tokens) if tokens else np.zeros(0, np.uint32)
+        self._tokens = ids | (np.concatenate(masks) * SUPERVISED_BIT if masks else ids)
+        self._weights = None
+        if any(each is not None for each in weights):
+            filled = [
+                mask.astype(np.float32) if each is None else each
+                for each, mask in zip(weights, masks, strict=True)
+            ]
+            self._weights = np.concatenate(filled)
+        self._origins = np.frombuffer(b"".join(origins), dtype=np.uint8)
+        self._origin_bounds = _bounds(origins)
+        self.largest = int(ids.max()) if len(ids) else 0
+        content = self._tokens.tobytes() + (b"" if self._weights is None else self._weights.tobytes())
+        self.digest = hashlib.sha256(content).hexdigest()
+
+
+def _bounds(parts: Sequence[np.ndarray] | Sequence[bytes]) -> np.ndarray:
+    """Return where each part starts when they are joined, and the end of the last."""
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
 
 def write_store(

@@ -183,6 +183,9 @@ def step_rows(view: DataView) -> WordingRows:
         rows.append(("", f"packing and padding were measured on the first {plan.measured:,} steps"))
     if plan.has_curriculum:
         rows.append(("", "measured without data.curriculum, which changes the contents of the steps"))
+    if plan.is_streamed and (stream := view.config.data.stream) is not None:
+        rows[:2] = [("steps", f"{plan.steps:,} of at most {limit}")]  # without epochs
+        rows.append(("stream", f"all of the above was measured on the first {stream.buffer:,} records"))
     return rows
 
 
