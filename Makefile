@@ -27,7 +27,7 @@ FAST := tests/ops tests/objectives tests/config tests/models tests/adapters test
 test-fast: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow" -n $(JOBS) $(FAST)
 
-test-slow: $(VENV)/installed-evals extras compat
+test-slow: $(VENV)/installed-evals $(VENV)/installed-llama-cpp extras compat
 	$(BIN)/whet pull smollm2-135m-instruct
 	WHET_TRANSFORMERS4=$(CURDIR)/$(V4)/bin/python $(PYTEST) -m slow
 
@@ -87,6 +87,12 @@ $(VENV)/installed-docs: $(VENV)/installed
 $(VENV)/installed-evals: $(VENV)/installed-dev
 	@echo "installing lm-evaluation-harness into $(VENV)"
 	@$(PIP) --editable ".[evals]"
+	@touch $@
+
+# for the slow tests of GGUF files, which are skipped without it; there is no wheel, and compiling takes minutes
+$(VENV)/installed-llama-cpp: $(VENV)/installed-dev
+	@echo "compiling llama.cpp into $(VENV) (about 10 minutes on two cores)"
+	@$(PIP) --editable ".[llama-cpp]"
 	@touch $@
 
 $(V4)/installed: constraints-transformers4.txt

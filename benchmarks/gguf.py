@@ -1,6 +1,7 @@
 """Measure what each GGUF type costs: the file's size, and the logits of llama.cpp against whet in float32.
 
-    python -m benchmarks.gguf      writes benchmarks/results/gguf.json
+    python -m benchmarks.gguf                 writes benchmarks/results/gguf.json
+    python -m benchmarks.gguf --types q8_0    measures these types only, and keeps the other results
 
 SmolLM2-135M-Instruct, on windows of Python's language reference. llama.cpp opens each file and computes the logits. The
 importance matrix is measured on other pages of the same reference.
@@ -25,18 +26,19 @@ from whet.model_io.gguf.tensor_names import build_skeleton, tensor_slots
 from whet.model_io.gguf.writer import GGUF_KINDS, describe_language_model, write_gguf
 
 RESULTS = Path(__file__).parent / "results"
-MODEL, WINDOW = "smollm2-135m-instruct", 128
+MODEL, WINDOW, WINDOWS = "smollm2-135m-instruct", 128, 8
+TYPES = [*GGUF_KINDS, *(f"{kind}+imatrix" for kind in K_QUANTS)]
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--types", nargs="+", default=TYPES, choices=TYPES)
     options = parser.parse_args()
     model, tokenizer = whet.load(MODEL, dtype=torch.float32, device="cpu")
     tokens = tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"]
-    stride = len(tokens) // (2 * options.windows)
+    stride = len(tokens) // (2 * WINDOWS)
     windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - stride, stride)]
     windows, calibration = windows[0::2], windows[1::2]
     with torch.no_grad():
@@ -45,23 +47,30 @@ def main():
     with tempfile.TemporaryDirectory() as directory:
         imatrix = Path(directory) / "imatrix.dat"
         write_imatrix(imatrix, model, calibration)
-        for kind in [*GGUF_KINDS, *(f"{kind}, imatrix" for kind in K_QUANTS)]:
+        for kind in options.types:
             path = Path(directory) / "model.gguf"
-            gguf_type, _, with_imatrix = kind.partition(", ")
+            gguf_type, _, with_imatrix = kind.partition("+")
             write_gguf(path, model, tokenizer, kind=gguf_type, imatrix=imatrix if with_imatrix else None)
             logits = np.concatenate(run_llama_cpp(path, token_lists=windows).logits)
             rows[kind] = {"megabytes": path.stat().st_size / 1e6, **measure(expected, logits, windows)}
             print(kind, rows[kind], flush=True)
             path.unlink()
+            write_results(rows, windows, calibration)
+
+
+def write_results(rows, windows, calibration):
+    path = RESULTS / "gguf.json"
+    before = json.loads(path.read_text())["types"] if path.is_file() else {}
+    merged = before | rows
     versions = {name: importlib.metadata.version(name) for name in ("gguf", "llama_cpp_python")}
     result = {
         "machine": describe_machine() | versions,
         "model": MODEL,
         "tokens": len(windows) * WINDOW,
         "calibration_tokens": len(calibration) * WINDOW,
-        "types": rows,
+        "types": {kind: merged[kind] for kind in ["whet, float32", *TYPES] if kind in merged},
     }
-    (RESULTS / "gguf.json").write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure(expected, logits, windows):

@@ -1,5 +1,7 @@
 """GGUF files of every family: names and values by the gguf package's own tables, and a round trip."""
 
+import dataclasses
+import json
 import re
 
 import gguf
@@ -14,7 +16,9 @@ from parity.test_families import CLASSES, EAGER, randomize
 from tiny import write_tokenizer
 from whet.errors import ModelError
 from whet.model_io.gguf.reader import convert_gguf
-from whet.model_io.gguf.writer import write_gguf
+from whet.model_io.gguf.tokenizer_writer import tokenizer_metadata
+from whet.model_io.gguf.writer import Entry, describe_language_model, gguf_values, pack_file, write_gguf
+from whet.storage import write_chunks
 
 VOCAB = 272
 TOKENS = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -187,3 +191,34 @@ def test_what_llama_cpp_would_compute_differently_is_refused(tmp_path, row):
         export(tmp_path / "source", tmp_path / "out.gguf")
     assert hint in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_custom_decoder_is_exported_as_the_family_that_it_equals(tmp_path):
+    make_reference(tmp_path / "source", *ROWS["qwen3"][:2])
+    model, tokenizer = whet.load(tmp_path / "source", dtype=torch.float32, device="cpu")
+    model.spec = dataclasses.replace(model.spec, family="whet")
+    write_gguf(tmp_path / "out.gguf", model, tokenizer, kind="f32")
+    assert gguf.GGUFReader(tmp_path / "out.gguf").fields["general.architecture"].contents() == "qwen3"
+    model.spec = dataclasses.replace(model.spec, positions="alibi")
+    with pytest.raises(ModelError, match="this 'whet' model .*: no architecture of GGUF has the same layers"):
+        write_gguf(tmp_path / "other.gguf", model, tokenizer, kind="f32")
+
+
+def test_window_of_phi3_and_residual_multiplier_of_granite_are_read(tmp_path):
+    """llama.cpp's converter writes both; llama.cpp ignores the first, whet runs the second by transformers."""
+    for row, key, value, config_key in (
+        ("phi3", "phi3.attention.sliding_window", 33, "sliding_window"),
+        ("granite", "granite.residual_scale", 0.22, "residual_multiplier"),
+    ):
+        make_reference(tmp_path / row, *ROWS[row][:2])
+        model, tokenizer = whet.load(tmp_path / row, dtype=torch.float32, device="cpu")
+        described = describe_language_model(model)
+        metadata = {**described.metadata, "general.architecture": row, key: value}
+        metadata |= tokenizer_metadata(tokenizer, vocab_size=VOCAB)
+        entries = {
+            name: Entry(v().shape, gguf.GGMLQuantizationType.F32, v) for name, v in gguf_values(model).items()
+        }
+        write_chunks(tmp_path / f"{row}.gguf", pack_file(metadata, entries))
+        convert_gguf(tmp_path / f"{row}.gguf", tmp_path / f"{row}-again")
+        config = json.loads((tmp_path / f"{row}-again" / "config.json").read_text())
+        assert config[config_key] == value

@@ -99,19 +99,31 @@ def read_config(header: Header, architecture: Architecture) -> Config:
     if architecture.family == "gpt2":  # it has neither RoPE nor windows
         return config
     config["head_dim"] = _read_head_size(header, architecture, config)
-    if config.get("attention_multiplier") == 0:  # as without the key
-        config["attention_multiplier"] = config["head_dim"] ** -0.5
-    if architecture.family == "olmoe":  # llama.cpp's norm of the keys has the size of the queries
-        config["num_key_value_heads"] = config["num_attention_heads"]
     if architecture.wide_layers:
         is_wide = layers == architecture.wide_layers
         size = config["hidden_size"] // config["num_attention_heads"] if is_wide else config["head_dim"]
         config["query_pre_attn_scalar"] = size
     if architecture.window_period:
         config |= _read_windows(header, architecture, config)
-    if config.get("final_logit_softcapping") == 0:
-        config["final_logit_softcapping"] = None
+    config |= _read_exceptions(header, architecture, config)
     return config | _read_rope(header, architecture, head_dim=config["head_dim"])
+
+
+def _read_exceptions(header: Header, architecture: Architecture, config: Config) -> Config:
+    """Return the fields that only one family has in this form."""
+    match architecture.family:
+        case "granite" if config["attention_multiplier"] == 0:  # as without the key
+            return {"attention_multiplier": config["head_dim"] ** -0.5}
+        case "gemma3_text" if config["final_logit_softcapping"] == 0:
+            return {"final_logit_softcapping": None}
+        case "olmoe":  # llama.cpp's norm of the keys has the size of the queries
+            return {"num_key_value_heads": config["num_attention_heads"]}
+        case "phi3":  # llama.cpp ignores the window, but the original model has it
+            key = "attention.sliding_window"
+            has_window = header.get(architecture, key) not in (None, 0)
+            return {"sliding_window": header.integer(architecture, key) if has_window else None}
+        case _:
+            return {}
 
 
 def _read_field(header: Header, architecture: Architecture, field: Field) -> float:

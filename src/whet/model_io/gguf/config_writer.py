@@ -46,10 +46,9 @@ def describe_model(spec: ModelSpec) -> GgufModel:
     for architecture in candidates or ARCHITECTURES:  # a custom decoder may equal any family
         try:
             model = _describe(dataclasses.replace(spec, family=architecture.family), architecture)
-        except (ModelError, KeyError, AttributeError) as error:  # not a spec of this family at all
-            problems.append(str(error))
-            continue
-        problem = _find_difference(model)
+            problem = _find_difference(model)
+        except ModelError as error:  # not a spec of this family at all
+            problem = error.message
         if problem is None:
             return model
         problems.append(f"{problem} in its architecture {architecture.name}")

@@ -67,7 +67,7 @@ def run_llama_cpp(
     """
     require_llama_cpp("opening a GGUF file with llama.cpp")
     with tempfile.TemporaryDirectory(prefix="whet-llama-cpp-") as directory:
-        request = {
+        request: dict[str, Any] = {  # Any: JSON values
             "model": str(path),
             "adapter": None if adapter is None else str(adapter),
             "texts": list(texts),
@@ -108,12 +108,15 @@ def _answer(request: dict[str, Any]) -> None:  # Any: JSON values
     lengths = [*(len(tokens) for tokens in lists), *(len(tokens) + new_tokens for tokens in prompts)]
     size = max(lengths, default=0) + 8
     float32 = llama_cpp.GGML_TYPE_F32
+    threads = max((os.cpu_count() or 1) // 2, 1)  # they wait for each other in a loop, so cores must be free
     model = llama_cpp.Llama(
         request["model"],
         lora_path=request["adapter"],
         n_ctx=size,
         n_batch=size,
         n_ubatch=size,
+        n_threads=threads,
+        n_threads_batch=threads,
         logits_all=bool(lists),
         flash_attn=False,
         type_k=float32,
