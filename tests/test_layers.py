@@ -78,7 +78,7 @@ def test_imports_point_down(path):
 
 
 @pytest.mark.parametrize(
-    ("package", "lower"), [("templates", {"templates", "sources"}), ("sources", {"sources"})]
+    ("package", "lower"), [("templates", {"templates", "sources"}), ("sources", {"sources", "synthetic"})]
 )
 def test_imports_within_data_point_down(package, lower):
     for path in (ROOT / "data" / package).glob("*.py"):
