@@ -302,3 +302,13 @@ def test_lost_scales_are_named(base, tmp_path):
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj lacks .*weight_shape"):
         whet.load(directory)
+
+
+def test_quantized_models_are_merged_dequantized(base, tmp_path):
+    directory = write_quantized(base("llama"), tmp_path / "int8", "int8")
+    whet.merge_models([directory, directory], tmp_path / "merged", method="average")
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    models = [
+        whet.load(each, dtype=torch.float32, device="cpu")[0] for each in (directory, tmp_path / "merged")
+    ]
+    torch.testing.assert_close(*map(logits_of, models))
