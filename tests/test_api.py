@@ -153,7 +153,7 @@ def test_logging_is_restored_after_an_error(tiny_directory, tmp_path, reset_logg
 
 def test_only_rank_0_shows_progress(monkeypatch, reset_logging):
     reset_logging()
-    from whet.api import _progress_output
+    from whet.api.train import _progress_output
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, callbacks in (("0", 1), ("1", 0)):

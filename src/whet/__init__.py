@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from whet.adapters.adapter import adapters_off as adapters_off
     from whet.adapters.attach import attach_lora as attach_lora
     from whet.adapters.merge import merge as merge
-    from whet.api import benchmark as benchmark
-    from whet.api import compare_models as compare_models
-    from whet.api import evaluate as evaluate
-    from whet.api import evaluate_code as evaluate_code
-    from whet.api import export as export
-    from whet.api import push as push
-    from whet.api import resume as resume
-    from whet.api import train as train
+    from whet.api.evaluate import benchmark as benchmark
+    from whet.api.evaluate import compare_models as compare_models
+    from whet.api.evaluate import evaluate as evaluate
+    from whet.api.evaluate import evaluate_code as evaluate_code
+    from whet.api.export import export as export
+    from whet.api.export import push as push
+    from whet.api.train import resume as resume
+    from whet.api.train import train as train
     from whet.config.run_config import RunConfig as RunConfig
     from whet.data.clean.clean_data import clean_data as clean_data
     from whet.data.clean.clean_report import CleanReport as CleanReport
@@ -82,9 +82,9 @@ _NAMES_BY_MODULE = {
     "adapters.adapter": ("adapters_off",),
     "adapters.attach": ("attach_lora",),
     "adapters.merge": ("merge",),
-    "api": (
-        *("benchmark", "compare_models", "evaluate", "evaluate_code", "export", "push", "resume", "train"),
-    ),
+    "api.evaluate": ("benchmark", "compare_models", "evaluate", "evaluate_code"),
+    "api.export": ("export", "push"),
+    "api.train": ("resume", "train"),
     "config.run_config": ("RunConfig",),
     "data.clean.clean_data": ("clean_data",),
     "data.clean.clean_report": ("CleanReport",),

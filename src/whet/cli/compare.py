@@ -85,7 +85,7 @@ def _compare_models(
     as_json: bool,
     settings: dict[str, Any],  # Any: keyword arguments of whet.compare_models
 ) -> None:
-    from whet.api import compare_models
+    from whet.api.evaluate import compare_models
     from whet.cli.console import output_option, print_line, set_up_logging
     from whet.reporting.compare.models_text import models_text
     from whet.reporting.console import stderr_console

@@ -149,7 +149,7 @@ def command(
 def _evaluate_code(
     model: str, data: list[str], *, as_json: bool, **settings: Any
 ) -> None:  # Any: as in whet.evaluate_code
-    from whet.api import evaluate_code
+    from whet.api.evaluate import evaluate_code
     from whet.reporting.console import stderr_console
     from whet.reporting.text.source_text import pass_at_k_text
 
@@ -166,7 +166,7 @@ def _evaluate_code(
 def _evaluate(
     model: str, data: list[str], *, as_json: bool, **settings: Any
 ) -> None:  # Any: as in whet.evaluate
-    from whet.api import evaluate
+    from whet.api.evaluate import evaluate
     from whet.model_io.base_models import local_model_directory
     from whet.model_io.formats.classifier_head import is_classifier
     from whet.reporting.console import stderr_console
@@ -194,7 +194,7 @@ def _evaluate(
 def _run_tasks(
     model: str, tasks: str, *, as_json: bool, **settings: Any
 ) -> None:  # Any: as in whet.benchmark
-    from whet.api import benchmark
+    from whet.api.evaluate import benchmark
     from whet.reporting.console import stderr_console
     from whet.reporting.text.benchmark_text import results_text
 

@@ -21,7 +21,7 @@ def command(
 
     Only the files of a model are uploaded: never checkpoints, data, links or paths of this machine.
     """
-    from whet.api import push
+    from whet.api.export import push
     from whet.cli.console import print_line
     from whet.reporting.text.push_text import push_text
 

@@ -1,116 +1,24 @@
-"""The top-level functions of whet: train, resume, evaluate, benchmark, compare models, export and push."""
+"""Evaluate and compare models from Python: on records, on code, on benchmark tasks."""
 
-import contextlib
 import logging
 import math
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
     from whet.config.data import Format
-    from whet.config.load_config import ConfigLike
     from whet.data.sources.source import SourceSpec
     from whet.data.tokens.examples import TooLong
     from whet.data.tokens.loss_mask import Supervise
     from whet.evaluation.task_result import TaskResult
-    from whet.given.given import Function
-    from whet.model_io.export.export_run import Layout
-    from whet.model_io.export.quantize_model import Quantization, Scales
     from whet.models.language_model import LanguageModel
     from whet.recipes.classify.classifier import Classifier
-    from whet.runs.push import Push
     from whet.studies.compare_models import ModelComparison
-    from whet.training.callbacks import Callback
-    from whet.training.state import RunResult
 
     Evaluated = str | Path | LanguageModel | Classifier | tuple[LanguageModel, Any]  # Any: a tokenizer
 
 log = logging.getLogger("whet")
-progress_log = logging.getLogger("whet.progress")  # separate, because log.txt excludes it
-
-
-def train(
-    config: "ConfigLike",
-    callbacks: "Iterable[Callback]" = (),
-    *,
-    data: object = None,
-    rewards: "Mapping[str, Function] | None" = None,
-    metrics: "Mapping[str, Function] | None" = None,
-    objective: object | None = None,
-    verbose: int = 1,
-) -> "RunResult":
-    """Train a model as described by a config, and write the result to `final/` in the run directory.
-
-    Existing runs are never overwritten. An interrupted run can be continued with `whet.resume`.
-
-    Args:
-        config: A mapping of sections, the path of a YAML file, or a `RunConfig` (keys: docs/config.md).
-        callbacks: Callbacks to run in addition to the built-in ones, after them.
-        data: Records passed from Python instead of named in the config: a mapping of splits to rows
-            (`{"train": rows, "valid": rows}`), or training rows alone. Rows are a list of dicts, a
-            `datasets.Dataset`, a pandas DataFrame, or a function that yields dicts.
-        rewards: Reward functions `f(prompt, completion, record) -> float` by name, for objective.kind: grpo.
-        metrics: Metric functions `f(answers, records) -> float` by name, computed at every evaluation and
-            logged as `eval_NAME`.
-        objective: A custom `Objective`, or a subclass of `Objective` or `Recipe`, instead of objective.kind.
-        verbose: 1 shows a progress bar if standard error is a terminal, and log lines otherwise. If Python's
-            logging already has handlers, log lines go to those instead. 0 shows nothing.
-
-    Returns:
-        The run directory, the final metrics, the metrics history, and the reason why the run stopped.
-
-    Raises:
-        WhetError: The config, the data or the model is invalid, or the run failed.
-    """
-    from whet.given.given import collect_given
-    from whet.runs import run
-
-    given = collect_given(data, rewards, metrics, objective)
-    with _progress_output(verbose) as progress:
-        return run.train(config, [*progress, *callbacks], given)
-
-
-def resume(
-    directory: str | Path,
-    callbacks: "Iterable[Callback]" = (),
-    *,
-    data: object = None,
-    rewards: "Mapping[str, Function] | None" = None,
-    metrics: "Mapping[str, Function] | None" = None,
-    objective: object | None = None,
-    verbose: int = 1,
-) -> "RunResult":
-    """Resume an interrupted run from its newest valid checkpoint.
-
-    Objects that were passed to `whet.train` from Python must be passed again. Their hashes are compared, and
-    a different object is an error.
-
-    Args:
-        directory: The run directory.
-        callbacks: Callbacks to run in addition to the built-in ones, after them.
-        data: The records that were passed to `train`, if any.
-        rewards: The reward functions that were passed to `train`, if any.
-        metrics: The metric functions that were passed to `train`, if any.
-        objective: The objective that was passed to `train`, if any.
-        verbose: Whether to show progress, as in `train`.
-
-    Returns:
-        The same result as `train`. Its `history` starts at the checkpoint.
-
-    Raises:
-        WhetError: The run does not exist, has already finished, or its data or model has changed.
-    """
-    from whet.given.given import collect_given
-    from whet.runs import run
-
-    given = collect_given(data, rewards, metrics, objective)
-    with _progress_output(verbose) as progress:
-        return run.resume(directory, [*progress, *callbacks], given)
 
 
 def evaluate(
@@ -288,38 +196,6 @@ def evaluate_code(
     )
 
 
-def _source_spec(
-    data: "SourceSpec | Path | Sequence[Mapping[str, Any]]",
-) -> "SourceSpec":  # Any: as in `evaluate`
-    """Return the source of `whet.evaluate`, with mappings as weighted sources."""
-    from whet.config.data import WeightedSource
-
-    if isinstance(data, str | Path):
-        return str(data)
-    parts = [WeightedSource(**part) if isinstance(part, Mapping) else part for part in data]
-    sources = [str(part) if isinstance(part, Path) else part for part in parts]
-    return sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources  # type: ignore[return-value]  # all str or all weighted
-
-
-def _load_with_tokenizer(
-    model: "str | Path | LanguageModel | tuple[LanguageModel, Any]",
-    tokenizer: Any,
-    spec: "SourceSpec",  # Any: a transformers tokenizer
-) -> "tuple[LanguageModel, Any]":
-    """Return the language model that an argument names or contains, and the tokenizer."""
-    from whet.errors import DataError
-    from whet.model_io.load import load
-
-    if isinstance(model, str | Path):
-        language_model, loaded_tokenizer = load(model)
-    else:
-        language_model, loaded_tokenizer = model if isinstance(model, tuple) else (model, None)
-    if tokenizer is None and loaded_tokenizer is None:
-        name = model if isinstance(model, str | Path) else "the model"
-        raise DataError(f"{name} has no tokenizer, so it cannot read {spec}", hint="pass one: tokenizer=...")
-    return language_model, loaded_tokenizer if tokenizer is None else tokenizer
-
-
 def benchmark(
     model: "str | Path | tuple[LanguageModel, Any]",  # Any: a tokenizer
     tasks: Iterable[str],
@@ -455,145 +331,36 @@ def compare_models(
     return compare_on_records(models, spec, record_settings, progress=progress)
 
 
-def _with_contamination(
-    result: "TaskResult", task: Any, directory: Path
-) -> "TaskResult":  # Any: a task of the harness
-    from dataclasses import replace
+def _source_spec(
+    data: "SourceSpec | Path | Sequence[Mapping[str, Any]]",
+) -> "SourceSpec":  # Any: as in `evaluate`
+    """Return the source of `whet.evaluate`, with mappings as weighted sources."""
+    from whet.config.data import WeightedSource
 
-    from whet.config.load_config import load_config
-    from whet.data.clean.record_turns import record_texts
-    from whet.data.sources.source import open_source
-    from whet.evaluation.benchmarks import item_texts
-    from whet.evaluation.contamination import contamination_of
-    from whet.run_directory import CONFIG_FILE
-
-    data = load_config(directory / CONFIG_FILE).data
-    records = open_source(data.train, split="train", on_bad="skip")
-    items = item_texts(task, result.limit)
-    return replace(result, contamination=contamination_of(result, items, record_texts(records)))
+    if isinstance(data, str | Path):
+        return str(data)
+    parts = [WeightedSource(**part) if isinstance(part, Mapping) else part for part in data]
+    sources = [str(part) if isinstance(part, Path) else part for part in parts]
+    return sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources  # type: ignore[return-value]  # all str or all weighted
 
 
-def export(
-    run: str | Path,
-    to: "Layout" = "hf",
-    output: str | Path | None = None,
-    *,
-    check: bool = False,
-    gguf_type: str | None = None,
-    imatrix: str | Path | None = None,
-    dtype: "str | torch.dtype | None" = None,
-    tolerance: float | None = None,
-    quantize: "Quantization | None" = None,
-    scales: "Scales | None" = None,
-    data: "SourceSpec | Path | None" = None,
-    generate: bool = False,
-    max_kl: float | None = None,
-    max_perplexity_increase: float | None = None,
-) -> Path:
-    """Export a run, an adapter directory or a model for use in another library.
+def _load_with_tokenizer(
+    model: "str | Path | LanguageModel | tuple[LanguageModel, Any]",
+    tokenizer: Any,
+    spec: "SourceSpec",  # Any: a transformers tokenizer
+) -> "tuple[LanguageModel, Any]":
+    """Return the language model that an argument names or contains, and the tokenizer."""
+    from whet.errors import DataError
+    from whet.model_io.load import load
 
-    Existing files are never overwritten.
-
-    Args:
-        run: The run directory, adapter directory, or name or directory of a model.
-        to: The format: "hf" (a model directory, adapters merged), "peft" or "mlx" (an adapter directory),
-            "gguf" (a single file), or "gguf-adapter" (a single file with the adapter).
-        output: The path to write. By default a run is exported to its `export/` directory.
-        check: Load the result with the target library and compare it with the model.
-        gguf_type: The storage type of matrices in a GGUF file: f32, f16, bf16, q8_0, q6_k, q5_k_m, q5_1,
-            q5_0, q4_k_m, q4_1 or q4_0.
-        imatrix: An importance matrix of llama.cpp, which guides the rounding to q6_k, q5_k_m or q4_k_m.
-        dtype: With "hf", the dtype to convert the weights to. By default that of the base model.
-        tolerance: Raise an error if merging the adapter changes a logit by more than this.
-        quantize: With "hf", quantize the linear layers to "fp8", "int8", "int4" or "nf4". `check` then also
-            measures KL divergence and perplexity, before the export appears under its name. The arguments
-            below need `quantize`, and those after `scales` imply `check`.
-        scales: With "fp8", one scale per "channel" (default) or per "tensor".
-        data: The records to measure on. By default the validation data of the run, or a bundled text.
-        generate: Also measure the exact match of generated responses.
-        max_kl: Raise an error, and write nothing, above this mean KL divergence per token.
-        max_perplexity_increase: Raise an error, and write nothing, above this relative increase.
-
-    Returns:
-        The path of the exported file or directory.
-
-    Raises:
-        CheckError: A measurement exceeds its bound.
-        WhetError: The run cannot be exported in this format, or `check` found a difference.
-    """
-    from whet.errors import RunError
-    from whet.evaluation.quantized_export import QuantizationOptions
-    from whet.runs.export import export as export_with_card
-
-    options = QuantizationOptions(
-        quantize,
-        scales=scales,
-        data=str(data) if isinstance(data, Path) else data,
-        generate=generate,
-        max_kl=max_kl,
-        max_perplexity_increase=max_perplexity_increase,
-    )
-    exported = export_with_card(
-        run,
-        to,
-        output,
-        options,
-        gguf_type=gguf_type,
-        imatrix=imatrix,
-        dtype=dtype,
-        tolerance=tolerance,
-        check=check,
-    )
-    for line in (*exported.remarks, *exported.advice):
-        log.info("%s", line)
-    for result in exported.check() if check or options.measures else []:
-        if result.failed:
-            raise RunError(f"{exported.path}: {result}")
-        log.info("%s", result)
-    return exported.path
-
-
-def push(
-    run: str | Path,
-    repository: str,
-    *,
-    what: str | Path = "final",
-    private: bool = False,
-    dry_run: bool = False,
-    base_model: str | None = None,
-) -> "Push":
-    """Upload the final model of a run, or one of its exports, to the Hugging Face hub in one commit.
-
-    Only the files of a model are uploaded: never checkpoints, data, links or paths of this machine.
-
-    Args:
-        run: A run, or a directory or GGUF file with a model.
-        repository: The repository on the hub, "owner/name". It is created if it does not exist.
-        what: "final", or the path of an export, absolute or in the run directory ("export/hf").
-        private: Create a private repository, and refuse to upload to an existing public one.
-        dry_run: Upload nothing, and do not use the network.
-        base_model: For an adapter of a local base model: the base model's repository on the hub.
-
-    Returns:
-        The files with their sizes, and the address of the commit (None with `dry_run`).
-
-    Raises:
-        WhetError: The folder contains something that is not part of a model, or the upload failed.
-    """
-    from whet.runs.push import plan_push
-    from whet.runs.push import push as upload
-
-    plan = plan_push(run, repository, what=what, base_model=base_model)
-    return plan if dry_run else upload(plan, private=private)
-
-
-def _run_of(model: object) -> Path | None:
-    """Return the run directory that a model argument names, or None."""
-    from whet.model_io.base_models import expand_user
-    from whet.runs.run_files import is_run
-
-    path = expand_user(model) if isinstance(model, str | Path) else None
-    return path if path is not None and is_run(path) else None
+    if isinstance(model, str | Path):
+        language_model, loaded_tokenizer = load(model)
+    else:
+        language_model, loaded_tokenizer = model if isinstance(model, tuple) else (model, None)
+    if tokenizer is None and loaded_tokenizer is None:
+        name = model if isinstance(model, str | Path) else "the model"
+        raise DataError(f"{name} has no tokenizer, so it cannot read {spec}", hint="pass one: tokenizer=...")
+    return language_model, loaded_tokenizer if tokenizer is None else tokenizer
 
 
 def _evaluate_other_model(
@@ -616,47 +383,28 @@ def _evaluate_other_model(
     return None
 
 
-@contextlib.contextmanager
-def _progress_output(verbose: int) -> "Iterator[list[Callback]]":
-    """Show log lines while the context is open, and yield the callbacks that show a run's progress."""
-    from whet.parallel.process_group import is_distributed_launch
+def _with_contamination(
+    result: "TaskResult", task: Any, directory: Path
+) -> "TaskResult":  # Any: a task of the harness
+    from dataclasses import replace
 
-    if not verbose or (is_distributed_launch() and os.environ["RANK"] != "0"):
-        yield []
-        return
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    with contextlib.ExitStack() as stack:
-        if not log.hasHandlers():  # otherwise the user's handlers show the lines
-            _add_handler(stack, terminal=terminal)
-        if terminal:
-            from whet.reporting.console import stderr_console
-            from whet.reporting.progress import RunProgress
+    from whet.config.load_config import load_config
+    from whet.data.clean.record_turns import record_texts
+    from whet.data.sources.source import open_source
+    from whet.evaluation.benchmarks import item_texts
+    from whet.evaluation.contamination import contamination_of
+    from whet.run_directory import CONFIG_FILE
 
-            bar = RunProgress(stderr_console())
-            stack.callback(bar.close)
-            yield [bar]
-        elif log.isEnabledFor(logging.INFO):
-            from whet.reporting.progress import ProgressLines
-
-            yield [ProgressLines(progress_log.info)]
-        else:
-            yield []
+    data = load_config(directory / CONFIG_FILE).data
+    records = open_source(data.train, split="train", on_bad="skip")
+    items = item_texts(task, result.limit)
+    return replace(result, contamination=contamination_of(result, items, record_texts(records)))
 
 
-def _add_handler(stack: contextlib.ExitStack, *, terminal: bool) -> None:
-    """Log to standard error until `stack` closes, at level INFO unless the logger has a level."""
-    handler: logging.Handler
-    if terminal:
-        from whet.reporting.console import ConsoleHandler
+def _run_of(model: object) -> Path | None:
+    """Return the run directory that a model argument names, or None."""
+    from whet.model_io.base_models import expand_user
+    from whet.runs.run_files import is_run
 
-        handler = ConsoleHandler()  # above the progress bar
-    else:
-        from whet.runs.run_log import LineFormatter
-
-        handler = logging.StreamHandler()
-        handler.setFormatter(LineFormatter())
-    log.addHandler(handler)
-    stack.callback(log.removeHandler, handler)
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
-        stack.callback(log.setLevel, logging.NOTSET)
+    path = expand_user(model) if isinstance(model, str | Path) else None
+    return path if path is not None and is_run(path) else None

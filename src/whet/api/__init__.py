@@ -1,0 +1,1 @@
+"""The commands of whet as functions; `import whet` has them all."""
