@@ -1,6 +1,6 @@
 """The architectures of GGUF files: one table of metadata keys, and of what llama.cpp computes for each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ class Field:
 
     key: str
     config_key: str
-    convert: Callable[[Any], float] = int  # Any: the value of config.json
+    number: type[int] | type[float] = int
     default: float | None = None  # of a file without the key; None means that the key is required
 
 

@@ -131,7 +131,7 @@ def _read_field(header: Header, architecture: Architecture, field: Field) -> flo
         return field.default
     if field.config_key == "num_key_value_heads":
         return header.integer(architecture, field.key, header.integer(architecture, "attention.head_count"))
-    if field.convert is int:
+    if issubclass(field.number, int):
         return header.integer(architecture, field.key)
     return header.number(architecture, field.key)
 

@@ -75,7 +75,7 @@ def _describe(spec: ModelSpec, architecture: Architecture) -> GgufModel:
     for field in architecture.fields:
         value = config[field.config_key]
         if value is not None:
-            values[field.key] = field.convert(value)
+            values[field.key] = field.number(value)
     extra: dict[str, NDArray[np.float32]] = {}
     attention = spec.blocks[0].grouped_attention
     if spec.positions == "none":
