@@ -228,6 +228,17 @@ def test_equal_runs_have_equal_cards(lora_run, tiny_directory, tmp_path):
     assert ours == theirs
 
 
+def test_run_that_was_killed_before_its_card_gets_the_same_one(tiny_directory, tmp_path):
+    directory = whet.train(run_config(tiny_directory, tmp_path, checkpoint={"every": 2}), verbose=0).directory
+    card = directory / "final" / "README.md"
+    expected = card.read_bytes()
+    rows = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(rows[:-1]))  # without the summary
+    card.unlink()
+    whet.resume(directory, verbose=0)
+    assert card.read_bytes() == expected
+
+
 def test_markdown_in_names_is_escaped(lora_run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(lora_run.directory, copy)
