@@ -26,6 +26,7 @@ from whet.data.tokens.prepare_dataset import Preparation
 from whet.model_io.resolve_model import resolve_model
 
 REPETITIONS = 3
+BLOCKS = 4
 STEPS = StepSettings(None, 8192, 2048, pack=True)
 
 
@@ -36,8 +37,11 @@ def open_stream(tok, path, buffer):
     return StreamedBatches(records, preparation, STEPS, StreamSettings("train", buffer, 0, 2048, "truncate"))
 
 
-def throughput(path, cache):
-    """Return tokens/s into the store, and tokens/s in the steps of a stream over one pass, alternating."""
+def throughput(path, cache, buffer):
+    """Return tokens/s into the store, and tokens/s in the steps of some blocks of a stream, alternating.
+
+    From the first step of the first block to that of the last one, all blocks but the first are tokenized.
+    """
     tok = tokenizer()
     rates = {"store": [], "stream": []}
     for _ in range(REPETITIONS):
@@ -45,9 +49,10 @@ def throughput(path, cache):
         started = time.perf_counter()
         store = Preparation(tok, cache=cache).store(open_source(str(path)))
         rates["store"].append(int(store.bounds[-1]) / (time.perf_counter() - started))
-        stream = open_stream(tok, path, buffer=500)
+        stream = open_stream(tok, path, buffer=buffer)
+        next(stream)  # the first block is ready, and the second one is being read
         started, tokens = time.perf_counter(), 0
-        while stream.state()["position"]["sources"][0]["pass"] == 0:
+        while stream.state()["block"] < BLOCKS or stream.state()["index"] == 0:
             tokens += sum(batch.real_tokens for batch in next(stream))
         rates["stream"].append(tokens / (time.perf_counter() - started))
         stream.close()
@@ -87,13 +92,13 @@ def main():
         texts, chats = directory / "texts.jsonl", directory / "chats.jsonl"
         rng = random.Random(0)
         with texts.open("w") as file:
-            file.writelines(json.dumps({"text": text(rng, 400)}) + "\n" for _ in range(2_000))
-        write_chats(chats, 5_000)
-        sizes = [(100_000, 100), (400_000, 100), (1_600_000, 100), (400_000, 1000)]
+            file.writelines(json.dumps({"text": text(rng, 400)}) + "\n" for _ in range(1_500))
+        write_chats(chats, 3_000)
+        sizes = [(100_000, 100), (800_000, 100)]
         results = {
             "machine": describe_machine(),
-            "texts": throughput(texts, directory / "cache"),
-            "chats": throughput(chats, directory / "cache"),
+            "texts": throughput(texts, directory / "cache", buffer=300),
+            "chats": throughput(chats, directory / "cache", buffer=600),
             "memory": [memory(texts, tokens, buffer) for tokens, buffer in sizes],
         }
     finally:

@@ -57,7 +57,7 @@ class WeightedSource(Section):
             if not _is_number(value):
                 raise ValueError("must be a number, or {STEP: weight, ...}")
             if value <= 0:
-                raise ValueError("must be greater than 0")
+                raise ValueError("Input should be greater than 0")
             return value
         if not value or not all(_is_number(weight) and weight >= 0 for weight in value.values()):
             raise ValueError("weights by step must be numbers of at least 0")
