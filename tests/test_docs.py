@@ -1,7 +1,7 @@
 """The documentation is correct: its configs, Python code, commands and links work, and it lists every config key.
 
 The first word of a fenced block is its type: `yaml` (a complete config; after a line `<!-- fragment -->`, some sections
-of one), `python` (run from top to bottom of a page), `bash` (the whet and make commands are parsed). A title, as in
+of one), `python` (run from top to bottom of a page; after `<!-- evals -->`, by the tests of lm-eval), `bash` (the whet and make commands are parsed). A title, as in
 `jsonl title="train.jsonl"`, is the name of a file to write for the page's Python code. `python tests/test_docs.py` prints the
 tables of docs/config.md.
 """
@@ -58,9 +58,9 @@ def fences(page):
         if not line.startswith("```"):
             lines.append(line)
         elif info is None:
-            is_fragment = lines[-1:] == ["<!-- fragment -->"]
+            mark = re.findall(r"^<!-- (fragment|evals) -->$", "".join(lines[-1:]))
             words = re.sub(r'title="([^"]*)"', r"\1", line.removeprefix("```")).split()
-            info, start, lines = [*words, *(["fragment"] if is_fragment else [])], number, []
+            info, start, lines = [*words, *mark], number, []
         else:
             blocks_of_page.append(Fence(page, start, info, "\n".join(lines) + "\n"))
             info = None
