@@ -26,9 +26,10 @@ def show_answers(model, tokenizer, console: Console) -> None:
     total = len(evaluation.questions)
     console.print(f"  generating answers to {total} test commands")
     with console.status("") as status:
-        metrics = evaluation.exact_match(
+        matches = evaluation.exact_match(
             max_tokens=40, progress=lambda answered: status.update(f"{answered} of {total} answered")
         )
+    metrics = matches.metrics()
     console.print(
         f"  exact match on {total} test commands: {metrics['exact_match']:.1%}"
         f"  (known sentence templates {metrics['exact_match_known']:.1%},"

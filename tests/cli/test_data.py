@@ -255,7 +255,7 @@ PROBLEMS = {
     "duplicates": ({"train": GOOD + GOOD[:3]}, [], "7% of the records are duplicates"),
     "vocabulary": ({"model": lambda d: write_tiny_model(d, vocab_size=258) or d}, [], "is outside the model's vocabulary of 258"),
     "context": ({"model": lambda d: write_tiny_model(d, max_position_embeddings=16) or d}, [], "tokens exceed the 16 positions of"),
-    "only last": ({"train": [*GOOD, TURNS], "model": rewriting}, [], "the chat template rewrites earlier turns of 1 conversation"),
+    "only last": ({"train": [*GOOD, TURNS], "model": rewriting}, ["data.turns=last"], "the chat template rewrites earlier turns of 1 conversation"),
     "step": ({}, ["run.micro_batch_tokens=16"], "do not fit run.micro_batch_tokens=16"),
     "missing": ({}, ["data.valid=nowhere.jsonl"], "data.valid: nowhere.jsonl does not exist"),
     "empty": ({"valid": []}, [], "valid.jsonl contains no records"),

@@ -107,7 +107,9 @@ def test_new_model_is_saved_and_loaded(name, tmp_path):
     tokens = torch.randint(0, 60, (2, 20))
     loaded, _ = whet.load(tmp_path / "saved", dtype=torch.float32, device="cpu")
     assert loaded.spec == spec
-    assert torch.equal(loaded(tokens), ours(tokens))
+    assert all(map(torch.equal, loaded.state_dict().values(), ours.state_dict().values()))
+    # weights in a file are not aligned as torch aligns memory, so that kernels may sum in another order
+    torch.testing.assert_close(loaded(tokens), ours(tokens), rtol=0, atol=1e-6)
     model_type = json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"]
     assert (model_type == "whet") == (name in WHET_ONLY)
     if model_type != "whet":

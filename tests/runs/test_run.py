@@ -513,6 +513,7 @@ def test_resumed_run_may_change_durations_intervals_and_locations():
 
     assert {key for key in CHANGEABLE_KEYS if not key.startswith("objective.parts.")} == {
         *("checkpoint", "parallel", "log", "eval.every", "eval.batches", "eval.max_new_tokens"),
+        *("eval.tasks.every",),
         *("run.name", "run.dir", "run.steps", "run.epochs", "run.max_time", "run.max_memory", "run.budget"),
         *("run.on_nonfinite", "run.nonfinite_limit", "run.micro_batch_tokens", "run.grad_checkpoint"),
         *("run.compile", "run.device", "objective.reward_timeout", "objective.reward_memory"),
@@ -768,5 +769,5 @@ def test_unused_valid_split_is_logged_and_mixtures_and_formats_are_kept(tiny_dir
         f"train: 0.25 {data} + 0.75 synth:house:8: 30 examples" in (result.directory / "log.txt").read_text()
     )
     assert yaml.safe_load((result.directory / "config.yaml").read_text())["data"]["train"] == [
-        {**source, "columns": {}} for source in mixed
+        {**source, "epochs": None, "columns": {}} for source in mixed
     ]

@@ -96,7 +96,7 @@ def command(
     max_kl: float | None = MAX_KL,
     max_perplexity_increase: float | None = MAX_PERPLEXITY,
 ) -> None:
-    """Export to transformers, vLLM, PEFT, mlx-lm or llama.cpp."""
+    """Export to transformers, vLLM, PEFT, MLX or llama.cpp."""
     from whet.cli.console import set_up_logging
     from whet.evaluation.quantized_export import QuantizationOptions
     from whet.runs.export import export
