@@ -430,8 +430,8 @@ def test_help_groups_commands_by_task(cli):
             commands.append(line[2:].split("  ")[0])
     assert panels == {
         "Train": ["init", "convert", "train", "resume", "plan", "advise", "doctor"],
-        "Data": ["data", "tokenizer"],
-        "Use": ["chat", "generate", "classify", "merge", "export", "pull"],
+        "Data": ["data", "data clean", "tokenizer"],
+        "Use": ["chat", "generate", "classify", "merge", "export", "pull", "push"],
         "Evaluate": ["eval", "report"],
         "Compare": ["runs", "compare", "sweep"],
         "Advanced": ["teach", "diagnose", "ablate", "data score-distrust", "lab", "ledger"],
