@@ -18,8 +18,8 @@ from whet.generation.engine import generate_tokens
 from whet.generation.generate import encode_prompt
 from whet.model_io.gguf.adapter_writer import write_gguf_adapter
 from whet.model_io.gguf.llama_cpp_process import run_llama_cpp
-from whet.model_io.gguf.tokenizer_reader import build_tokenizer, splits
 from whet.model_io.gguf.reader import convert_gguf
+from whet.model_io.gguf.tokenizer_reader import build_tokenizer, splits
 from whet.model_io.gguf.writer import gguf_values, write_gguf
 from whet.models.stop_tokens import config_eos_ids
 
