@@ -153,12 +153,16 @@ def _introduction(facts: CardFacts) -> str:
 def _quantization(facts: CardFacts) -> str:
     if not facts.quantization:
         return ""
-    return f" Its linear layers are quantized; transformers loads them with {escape_code(facts.quantization)}."
+    return (
+        f" Its linear layers are quantized; transformers loads them with {escape_code(facts.quantization)}."
+    )
 
 
 def _source_text(base: BaseModel) -> str:
     """Return the model that was copied."""
-    return f"{escape_code(base.name)}, made from {_base_text(base)}" if base.is_inherited else _base_text(base)
+    return (
+        f"{escape_code(base.name)}, made from {_base_text(base)}" if base.is_inherited else _base_text(base)
+    )
 
 
 def _base_text(base: BaseModel) -> str:
