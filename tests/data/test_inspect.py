@@ -64,6 +64,16 @@ def test_shares_per_source_count_what_the_tokenizer_gives(tiny_directory, tokeni
     assert sum(share.tokens for share in split.sources) == split.tokens
 
 
+def test_examples_of_one_record_have_its_source(tiny_directory, tmp_path):
+    record = chat("a", "<think>b</think>c")["messages"] + chat("d", "<think>e</think>f")["messages"]
+    path = write(tmp_path / "a.jsonl", [{"messages": record}, chat("g", "h")])
+    data = {"template": "qwen3"}
+    other = write(tmp_path / "b.jsonl", [chat("i", "j")])
+    [split] = view_of(tiny_directory, tmp_path, [path, other], data=data).splits
+    assert (split.records, split.examples) == (3, 4)
+    assert [(share.name, share.records) for share in split.sources] == [(path, 2), (other, 1)]
+
+
 def test_many_files_are_grouped(tiny_directory, tmp_path):
     for number in range(30):
         directory = tmp_path / f"d{number % 15:02}"

@@ -274,6 +274,20 @@ def test_random_states_are_preserved(tiny, tmp_path):
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+def test_no_program_is_started(tiny, tmp_path, monkeypatch, capfd):
+    """The harness would ask git, gcc and others about the machine, and git complains outside of a repository."""
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: started.append(args) or popen(*args, **options)
+    )
+    monkeypatch.chdir(tmp_path)
+    whet.benchmark(tiny, [write_tasks(tmp_path)["choice"]], limit=1)
+    assert started == []
+    assert "fatal" not in capfd.readouterr().err
+    assert lm_eval.evaluator.get_git_commit_hash.__module__.startswith("lm_eval"), "restored"
+
+
 def test_shots_change_the_prompts(tiny, tmp_path):
     tasks = write_tasks(tmp_path)
     [default] = whet.benchmark(tiny, [tasks["choice"]], limit=2)

@@ -69,6 +69,33 @@ def test_base_on_the_hub_is_linked():
     assert base.hub_id == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
+def with_hub_base(directory, copy):
+    """Copy a model, with a card that says it was fine-tuned from one on the hub."""
+    shutil.copytree(directory, copy)
+    (copy / "README.md").write_text("---\nbase_model: alice/small\n---\n\n# Mine\n")
+    return copy
+
+
+def test_adapter_of_a_fine_tuned_model_does_not_name_the_model_before(tiny_directory, tmp_path):
+    tuned = with_hub_base(tiny_directory, tmp_path / "tuned")
+    run = whet.train(run_config(tuned, tmp_path), verbose=0).directory
+    adapter = card_of(run / "final")
+    assert adapter.data.base_model is None, "the adapter does not fit alice/small"
+    assert f'from_pretrained("{BASE_PLACEHOLDER}")' in adapter.text
+    assert "An adapter, fine-tuned from `tuned`" in adapter.text
+    merged = card_of(whet.export(run, output=tmp_path / "hf"))
+    assert (merged.data.base_model, merged.data["base_model_relation"]) == ("alice/small", "finetune")
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_export_of_a_fine_tuned_model_is_no_copy_of_its_base(tiny_directory, tmp_path, quantize):
+    tuned = with_hub_base(tiny_directory, tmp_path / "tuned")
+    card = card_of(whet.export(tuned, output=tmp_path / "export", quantize=quantize))
+    assert (card.data.base_model, card.data["base_model_relation"]) == ("alice/small", "finetune")
+    assert "A copy of `tuned`, made from [alice/small](https://hf.co/alice/small)" in card.text
+    assert ("loads them with `compressed-tensors`" in card.text) == (quantize is not None)
+
+
 def test_training_datasets_of_the_hub_are_listed(lora_run, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(lora_run.directory, copy)

@@ -331,6 +331,24 @@ def test_invalid_arguments(run, tiny_directory, questions, models, arguments, me
     assert message in str(completed.exception)
 
 
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("nowhere/model", [], "no model called 'nowhere/model'"),
+        ("model.gguf", [], "model.gguf does not exist"),
+        (None, ["--html", "page.txt"], "does not end in .html"),
+    ],
+)
+def test_errors_come_before_the_first_evaluation(
+    run, tiny_directory, questions, monkeypatch, model, arguments, message
+):
+    monkeypatch.setattr(compare_models, "_evaluate", lambda *_: pytest.fail("evaluated"))
+    command = ["compare", str(tiny_directory), str(model or run), "--data", str(questions), *arguments]
+    completed = CliRunner().invoke(app, command)
+    assert isinstance(completed.exception, WhetError)
+    assert message in str(completed.exception)
+
+
 def test_other_models_are_refused(run, tiny_directory, questions, tmp_path):
     with pytest.raises(ConfigError, match="is given twice"):
         whet.compare_models([run, run], questions)

@@ -87,10 +87,13 @@ def _compare_models(
 ) -> None:
     from whet.api.evaluate import compare_models
     from whet.cli.console import output_option, print_line, set_up_logging
+    from whet.reporting.compare.models_page import check_page_name, write_models_page
     from whet.reporting.compare.models_text import models_text
     from whet.reporting.console import stderr_console
 
     set_up_logging()
+    if html is not None:
+        check_page_name(html)
     with stderr_console().status("loading") as status:
         comparison = compare_models(
             models,
@@ -100,8 +103,6 @@ def _compare_models(
             **settings,
         )
     if html is not None:
-        from whet.reporting.compare.models_page import write_models_page
-
         with output_option(html, "--html"):
             write_models_page(comparison, html)
     print_line(json.dumps(comparison.to_json(), indent=2) if as_json else models_text(comparison))

@@ -312,6 +312,7 @@ def _preserved_state(bootstrap: int) -> Iterator[None]:
     variable = "DISABLE_MULTIPROC"
     with contextlib.ExitStack() as stack:
         stack.enter_context(_preserved_random_state())
+        stack.enter_context(_without_environment_report())
         if in_run and not sys.stderr.isatty():
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -319,6 +320,22 @@ def _preserved_state(bootstrap: int) -> Iterator[None]:
             os.environ[variable] = "1"
             stack.callback(os.environ.pop, variable)
         yield
+
+
+@contextlib.contextmanager
+def _without_environment_report() -> Iterator[None]:
+    """Leave out the harness's facts on git and the machine: collecting them starts programs and prints errors."""
+    from lm_eval import evaluator
+
+    names = [name for name in ("get_git_commit_hash", "add_env_info") if hasattr(evaluator, name)]
+    originals = {name: getattr(evaluator, name) for name in names}
+    try:
+        for name in names:
+            setattr(evaluator, name, lambda *_: None)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(evaluator, name, function)
 
 
 @contextlib.contextmanager

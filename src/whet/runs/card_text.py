@@ -33,6 +33,7 @@ class BaseModel:
 
     name: str  # without directories
     hub_id: str | None = None
+    is_inherited: bool = False  # the hub's model is not this one, but the one that this one was made from
     license: Mapping[str, str] = field(default_factory=dict)  # license, license_name, license_link
     languages: Sequence[str] = ()
 
@@ -56,6 +57,7 @@ class CardFacts:
     is_chat: bool = False
     base: BaseModel | None = None  # None: trained from scratch
     is_quantized: bool = False
+    quantization: str = ""  # the library that reads the quantized weights
     config: Mapping[str, Any] | None = None  # None: not the result of a run
     datasets: Sequence[str] = ()  # on the hub
     evaluations: Sequence[Evaluation] = ()
@@ -66,7 +68,7 @@ class CardFacts:
 def render_card(facts: CardFacts) -> str:
     """Return the text of README.md. Equal facts give equal text."""
     front = yaml.safe_dump(_front_matter(facts), sort_keys=False, allow_unicode=True, width=10_000)
-    parts = [f"# {escape_text(facts.title)}", _introduction(facts), *_examples(facts)]
+    parts = [f"# {escape_text(facts.title)}", _introduction(facts) + _quantization(facts), *_examples(facts)]
     if facts.facts:
         parts += ["## Training", _table(("", ""), [(name, value) for name, value in facts.facts.items()])]
     if facts.evaluations:
@@ -113,7 +115,8 @@ def _front_matter(facts: CardFacts) -> dict[str, Any]:
 def _relation(facts: CardFacts) -> str:
     if facts.library in ("peft", "mlx"):
         return "adapter"
-    return "quantized" if facts.is_quantized and facts.config is None else "finetune"
+    is_copy = facts.config is None and facts.base is not None and not facts.base.is_inherited
+    return "quantized" if facts.is_quantized and is_copy else "finetune"
 
 
 def _tags(config: Mapping[str, Any]) -> Iterator[str]:
@@ -140,11 +143,26 @@ def _introduction(facts: CardFacts) -> str:
     base = facts.base
     kind = {"peft": "An adapter", "mlx": "An adapter for mlx-lm"}.get(facts.library, "A model")
     if facts.config is None:
-        origin = "" if base is None else f" of {_base_text(base)}"
+        origin = "" if base is None else f" of {_source_text(base)}"
         return f"{'A copy' if kind == 'A model' else kind}{origin}, written by `whet export`."
     if base is None:
         return f"{kind}, trained from scratch with whet."
     return f"{kind}, fine-tuned from {_base_text(base)} with whet."
+
+
+def _quantization(facts: CardFacts) -> str:
+    if not facts.quantization:
+        return ""
+    return (
+        f" Its linear layers are quantized; transformers loads them with {escape_code(facts.quantization)}."
+    )
+
+
+def _source_text(base: BaseModel) -> str:
+    """Return the model that was copied."""
+    return (
+        f"{escape_code(base.name)}, made from {_base_text(base)}" if base.is_inherited else _base_text(base)
+    )
 
 
 def _base_text(base: BaseModel) -> str:

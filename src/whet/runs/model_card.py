@@ -69,7 +69,8 @@ def write_export_card(source: str | Path, directory: Path) -> None:
     run = next((each for each in (path, path.parent, path.parent.parent) if _is_run_of(path, each)), None)
     if run is None:
         title = public_text(str(source)).rpartition("/")[2]
-        facts = CardFacts(title, **_describe(directory), base=_base_model(str(source)), version=_version())
+        base = _base_model(str(source), directory)
+        facts = CardFacts(title, **_describe(directory), base=base, version=_version())
     elif path.parent.name == CHECKPOINTS_DIRECTORY:
         step = int(path.name.rpartition("-")[2]) if path.name.rpartition("-")[2].isdigit() else None
         facts = _collect_facts(directory, run, {"steps": step}, step=step)
@@ -115,7 +116,7 @@ def _collect_facts(
     return CardFacts(
         title=public_text(str(section_of(config, "run").get("name") or run.resolve().name)),
         **_describe(directory),
-        base=_base_model(model) if isinstance(model, str) else None,
+        base=_base_model(model, directory) if isinstance(model, str) else None,
         config=config,
         datasets=list(datasets),
         evaluations=list(_evaluations(run, config, summary, step)),
@@ -166,6 +167,7 @@ def _describe(directory: Path) -> dict[str, Any]:
         "task": "text-classification" if is_classifier else task,
         "is_chat": (directory / "chat_template.jinja").is_file() or bool(tokenizer.get("chat_template")),
         "is_quantized": "quantization_config" in config,
+        "quantization": str(section_of(config, "quantization_config").get("quant_method", "")),
     }
 
 
@@ -179,14 +181,23 @@ def _read_object(path: Path) -> dict[str, Any]:
 # --- the base model
 
 
-def _base_model(name: str) -> BaseModel:
-    """Return what is known about a base model, from its name and its own card."""
+def _base_model(name: str, directory: Path | None = None) -> BaseModel:
+    """Return what is known about a base model, from its name and its own card.
+
+    Args:
+        name: The model that training started from, or that was exported.
+        directory: The model that the card is for. If it is an adapter, its base model is the one it names.
+    """
     is_local = Path(name).expanduser().exists()
     front = _front_matter_of(name)
     own = None if is_local else hub_id(name)
     inherited = front.get("base_model")
     # a local model that was itself fine-tuned: its base is on the hub
     repository = own or (inherited if isinstance(inherited, str) and hub_id(inherited) else None)
+    if directory is not None and (adapter := _read_object(directory / "adapter_config.json")):
+        # an adapter only fits the weights it was trained on, which may exist only on this machine
+        named = str(adapter.get("base_model_name_or_path") or adapter.get("model") or "")
+        repository = None if Path(named).expanduser().exists() else hub_id(named)
     licenses = {key: front[key] for key in ("license", "license_name") if _matches(_LICENSE, front.get(key))}
     if licenses and _matches(_LICENSE_LINK, front.get("license_link")):
         licenses["license_link"] = front["license_link"]
@@ -195,6 +206,7 @@ def _base_model(name: str) -> BaseModel:
     return BaseModel(
         name=public_text(name).rpartition("/")[2],
         hub_id=repository,
+        is_inherited=own is None and repository is not None,
         license=licenses if "license" in licenses else {},
         languages=[code for code in codes if _matches(_LANGUAGE, code)],
     )

@@ -12,9 +12,10 @@ from whet.errors import ConfigError, DataError
 from whet.evaluation.evaluate_model import ModelEvaluation
 from whet.evaluation.record_scores import answer_result, evaluation_key, loss_results, record_losses
 from whet.evaluation.task_result import TaskResult, append_result, read_results
-from whet.model_io.base_models import expand_user
+from whet.model_io.base_models import expand_user, local_model_directory
 from whet.model_io.fingerprints import weights_digest
-from whet.model_io.load import load
+from whet.model_io.load import check_not_classifier, load
+from whet.model_io.resolve_model import resolve_model
 from whet.rl.rewards.answer_checks import AnswerCheck
 from whet.runs.model_card import refresh_final_card
 from whet.runs.run_files import is_run
@@ -86,12 +87,18 @@ def check_models(models: Sequence[str | Path]) -> list[str]:
 
     Raises:
         ConfigError: There are fewer than two models, or one is given twice.
+        ModelError: One does not exist. It is reported before the others are evaluated.
     """
     if len(models) < 2:
         raise ConfigError("a comparison needs at least two models")
     full = [str(model) for model in models]
     if repeated := [name for name in full if full.count(name) > 1]:
         raise ConfigError(f"{repeated[0]} is given twice")
+    for model in models:
+        check_not_classifier(model)
+        directory = local_model_directory(model)
+        if not isinstance(directory, Path):
+            resolve_model(directory)
     short = [Path(name.rstrip("/")).name or name for name in full]
     return short if len(set(short)) == len(short) else full
 

@@ -11,7 +11,8 @@ from whet.data.tokens.examples import StoredExamples
 MAX_FILES = 20  # with more files, their directories are counted
 MAX_SOURCES = 12  # shown; the smallest are added up
 OTHERS = "others"
-_NUMBER = re.compile(r"[:#]\d+$")  # of a line or a record, at the end of an origin
+# at the end of an origin: the number of a line or a record, and of an example if a record has several
+_NUMBER = re.compile(r"[:#]\d+(?: \((\d+) of \d+\))?$")
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,17 @@ def source_shares(examples: StoredExamples, *, sides: int = 1) -> tuple[SourceSh
         sides: The number of stored records per record: two for pairs.
     """
     store = examples.store
-    names = [_NUMBER.sub("", store.origin(record)) for record in range(len(store))]
+    origins = [store.origin(record) for record in range(len(store))]
+    names = [_NUMBER.sub("", origin) for origin in origins]
+    numbers = [_NUMBER.search(origin) for origin in origins]
+    is_first = [number is None or number[1] in (None, "1") for number in numbers]  # examples of a record
     if len(set(names)) > MAX_FILES:
         names = [str(PurePath(name).parent) for name in names]
     codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
     by_record = np.array([codes[name] for name in names])
     by_example = by_record[examples.records]
     sizes = examples.stops - examples.starts - examples.is_classification
-    counts = np.bincount(by_record, minlength=len(codes)) // sides
+    counts = np.bincount(by_record, weights=is_first, minlength=len(codes)) // sides
     tokens = np.bincount(by_example, weights=sizes, minlength=len(codes))
     supervised = np.bincount(by_example, weights=examples.supervised_counts(), minlength=len(codes))
     shares = [

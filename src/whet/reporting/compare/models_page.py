@@ -19,13 +19,18 @@ pre { margin: 0; white-space: pre-wrap; font: inherit; }
 
 def write_models_page(comparison: ModelComparison, path: str | Path) -> Path:
     """Write the comparison as an HTML page, overwriting an existing file, and return its path."""
+    check_page_name(path)
+    replace_text(Path(path), models_page(comparison))
+    return Path(path)
+
+
+def check_page_name(path: str | Path) -> None:
+    """Raise ConfigError if a path is not that of an HTML page."""
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
             f"{path} does not end in .html",
             hint="the comparison is an HTML page, and overwrites an existing file",
         )
-    replace_text(Path(path), models_page(comparison))
-    return Path(path)
 
 
 def models_page(comparison: ModelComparison) -> str:
