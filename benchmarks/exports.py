@@ -2,9 +2,9 @@
 
 Exports SmolLM2-135M-Instruct with each quantization, and compares it with the float model on the text that is bundled with
 whet: size, KL divergence and perplexity, as `whet export smollm2-135m-instruct --to hf --quantize KIND --check` does. fp8 is
-measured with float8 activations. Each export is opened by transformers, whose logits must be those of whet. With `--run`,
-the model is a finished run on synth:house, measured on records of synth:house-test, with exact match. "int4-largest" has
-scales from the largest magnitude of a group (/ 7.5) instead of those with the least squared error.
+measured with float8 activations. Each export is opened by transformers, whose logits must be those of whet. `--run` adds the
+exact match of a finished run on synth:house, measured on records of synth:house-test. "int4-largest" has scales from the
+largest magnitude of a group (/ 7.5) instead of those with the least squared error.
 """
 
 import argparse
@@ -84,10 +84,11 @@ def table(report):
     rows = {f"none ({report['float']['description']})": report["float"]}
     labels = {"fp8-tensor": "`fp8` with `--scales tensor`", "int4-largest": "`int4` without the search"}
     rows |= {labels.get(name, f"`{name}`"): row for name, row in report["quantizations"].items()}
-    lines = ["| `--quantize` | size | KL divergence | perplexity |", "|---|---|---|---|"]
+    matches = report["run"]["exact_match"]
+    lines = ["| `--quantize` | size | KL divergence | perplexity | exact match |", "|---|---|---|---|---|"]
     lines += [
-        f"| {label} | {row['megabytes']:.0f} MB | {row['kl']:.2g} | {row['perplexity']:.1f} |"
-        for label, row in rows.items()
+        f"| {label} | {row['megabytes']:.0f} MB | {row['kl']:.2g} | {row['perplexity']:.1f} | {matches[name]:.1%} |"
+        for (label, row), name in zip(rows.items(), ["float", *report["quantizations"]], strict=True)
     ]
     return "\n".join(lines)
 
@@ -100,22 +101,28 @@ def main():
     parser.add_argument("--run", help="a finished run on synth:house, instead of SmolLM2")
     parser.add_argument("--records", type=int, default=24, help="evaluated records of --run (default: 24)")
     arguments = parser.parse_args()
+    report = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     loaded, data = load(arguments.run, arguments.records)
-    report = {
-        "command": "python -m benchmarks.exports",
-        "model": arguments.run or MODEL,
-        "data": data.label,
-        "tokens": sum(batch.supervised for batch in data.batches),
-        "machine": describe_machine(),
-    }
-    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    same = all(before.get(key) == report[key] for key in ("model", "data", "tokens"))
-    results = dict(before["quantizations"]) if same else {}
+    facts = {"data": data.label, "tokens": sum(batch.supervised for batch in data.batches)}
+    if arguments.run is None:
+        facts = {
+            "command": "python -m benchmarks.exports",
+            "model": MODEL,
+            **facts,
+            "machine": describe_machine(),
+        }
+        report |= facts | {"quantizations": report.get("quantizations", {})}
+    else:
+        report["run"] = {**facts, "exact_match": {}}
     for name in arguments.only:
         with tempfile.TemporaryDirectory() as directory:
-            report["float"], results[name] = measure(loaded, name, data, Path(directory) / name)
-        print(name, json.dumps(results[name]), flush=True)
-        report["quantizations"] = {kind: results[kind] for kind in KINDS if kind in results}
+            plain, row = measure(loaded, name, data, Path(directory) / name)
+        print(name, json.dumps(row), flush=True)
+        if arguments.run is None:
+            report |= {"float": plain, "quantizations": report["quantizations"] | {name: row}}
+        else:
+            matches = report["run"]["exact_match"]
+            matches |= {"float": plain["exact_match"], name: row["exact_match"]}
         RESULTS.write_text(json.dumps(report, indent=2) + "\n")
     print(table(report))
 

@@ -72,6 +72,7 @@ def test_uninterrupted_run_is_reproducible(uninterrupted_run, tiny_directory, tm
         ("fsync", "step-000004/MANIFEST.json"),
         ("rename", "checkpoints/step-000004"),
         ("rename", "test/final"),
+        ("write", "final/README.md"),
         ("append", "test/metrics.jsonl"),
     ],
 )

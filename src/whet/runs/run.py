@@ -150,8 +150,8 @@ def _checkpoint_to_resume(directory: Path, config: RunConfig) -> Path | None:
         CheckpointError: The run has finished, or keys of its config have changed that a resumed run cannot
             change.
     """
-    remove_temporary_files(directory)
-    remove_temporary_files(directory / CHECKPOINTS_DIRECTORY)
+    for part in (directory, directory / CHECKPOINTS_DIRECTORY, directory / FINAL_DIRECTORY):
+        remove_temporary_files(part)
     checkpoint = None if is_finished(directory) else newest_valid_checkpoint(directory)
     if checkpoint is not None:
         with invalid_input_errors(f"{checkpoint / STATE_FILE} is damaged", kind=CheckpointError):
