@@ -244,7 +244,11 @@ def test_objectives_with_other_data_cannot_be_mixed(objective):
 def test_parts_of_a_mix_have_one_chat_template():
     def validate(*templates):
         parts = [
-            {"name": f"p{number}", "objective": {"kind": "sft"}, "data": {"train": "a.jsonl", "template": name}}
+            {
+                "name": f"p{number}",
+                "objective": {"kind": "sft"},
+                "data": {"train": "a.jsonl", "template": name},
+            }
             for number, name in enumerate(templates)
         ]
         mix = {"kind": "mix", "parts": parts}
