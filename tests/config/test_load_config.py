@@ -241,6 +241,24 @@ def test_objectives_with_other_data_cannot_be_mixed(objective):
         validate_config({"model": "m", "objective": mix, "run": {"steps": 3, "batch_size": 4}})
 
 
+def test_parts_of_a_mix_have_one_chat_template():
+    def validate(*templates):
+        parts = [
+            {
+                "name": f"p{number}",
+                "objective": {"kind": "sft"},
+                "data": {"train": "a.jsonl", "template": name},
+            }
+            for number, name in enumerate(templates)
+        ]
+        mix = {"kind": "mix", "parts": parts}
+        return validate_config({"model": "m", "objective": mix, "run": {"steps": 3, "batch_size": 4}})
+
+    assert validate("chatml", "chatml").parts()["p1"].data.template == "chatml"
+    with pytest.raises(ConfigError, match=r"must have the same data\.template"):
+        validate("chatml", None)
+
+
 def test_describe_keys_marks_only_universally_required_keys():
     lines = list(describe_keys())
     required = {line.split(":")[0].strip() for line in lines if line.endswith("(required)")}

@@ -13,6 +13,8 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+import torch.utils.data
 
 from whet.config.load_config import validate_config
 from whet.config.placeholder import is_object_name, make_placeholder, parse_placeholder
@@ -47,6 +49,14 @@ def factory():
     yield from ROWS
 
 
+class MapStyle(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
 @pytest.mark.parametrize(
     "rows",
     [
@@ -57,8 +67,18 @@ def factory():
         datasets.Dataset.from_list(ROWS),
         datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
         pd.DataFrame(ROWS),
+        MapStyle(),
     ],
-    ids=["list", "tuple", "generator function", "function", "Dataset", "IterableDataset", "DataFrame"],
+    ids=[
+        "list",
+        "tuple",
+        "generator function",
+        "function",
+        "Dataset",
+        "IterableDataset",
+        "DataFrame",
+        "torch",
+    ],
 )
 def test_records_equal_those_of_a_file(rows, jsonl):
     expected = list(open_source(str(jsonl)))

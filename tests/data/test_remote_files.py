@@ -160,6 +160,16 @@ def test_origins_are_addresses_and_lines(memory):
     assert next(iter(open_source(f"{address}/a.jsonl"))).origin == f"{address}/a.jsonl:1"
 
 
+def test_an_unreachable_server_is_not_a_missing_file(serve):
+    address, server = serve(_RangeHandler)
+    with pytest.raises(DataError, match=r"a\.jsonl does not exist"):
+        next(iter(open_source(f"{address}/a.jsonl")))
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(DataError, match=r"b\.jsonl cannot be read: Client\w*Error"):
+        next(iter(open_source(f"{address}/b.jsonl")))
+
+
 def test_identity_is_size_and_version_without_a_download(memory, serve, tmp_path):
     address, write = memory
     write("a.jsonl", LINES)

@@ -256,8 +256,11 @@ def test_template_of_the_config_is_used_and_shown(tiny_directory, tmp_path):
     assert shown["chatml"].startswith("<|im_start|>")
     assert shown[str(path)] == "#" + shown[None]
     config = run_config(tiny_directory, tmp_path, data={"template": "chatml"}, run={"steps": 1})
-    final = whet.train(config, verbose=0).directory / "final"
-    assert AutoTokenizer.from_pretrained(final).chat_template == TEMPLATES["chatml"]
+    run = whet.train(config, verbose=0).directory
+    final = AutoTokenizer.from_pretrained(run / "final")
+    assert final.chat_template == TEMPLATES["chatml"]
+    _, of_checkpoint = whet.load(next(run.glob("checkpoints/step-*")))
+    assert of_checkpoint.chat_template == final.chat_template
     with pytest.raises(DataError, match="nowhere.jinja is neither a template"):
         load_template("nowhere.jinja")
     path.write_text("{% if %}")

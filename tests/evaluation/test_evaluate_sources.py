@@ -118,6 +118,15 @@ def questions(tmp_path):
 COLUMNS = {"prompt": "question", "completion": "answer"}
 
 
+def test_hint_for_other_columns_names_the_option(tiny_directory, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "qa.jsonl"
+    path.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["whet", "eval", str(tiny_directory), "--data", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "hint: add --columns prompt=question,completion=answer" in capsys.readouterr().err
+
+
 def test_columns_rename_fields(model, questions):
     path, renamed = questions
     ours, expected = whet.evaluate(model, path, columns=COLUMNS), whet.evaluate(model, renamed)

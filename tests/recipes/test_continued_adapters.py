@@ -363,7 +363,7 @@ def test_dropout_may_change(base, tmp_path):
     ("model", "method", "message"),
     [
         ("base", {"continue": True}, "is not an adapter"),
-        ("missing", {"continue": True}, "missing is not an adapter"),
+        ("missing", {"continue": True}, "missing does not exist"),
         ("base", {"continue": True, "kind": "full"}, "needs method.kind: lora or qlora"),
     ],
 )

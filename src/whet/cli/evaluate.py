@@ -1,10 +1,16 @@
 """whet eval: loss, perplexity and exact match on a dataset, and scores on benchmark tasks."""
 
+import contextlib
 import json
+import re
+import shlex
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PYTHON_TESTS = "python_tests"
 
@@ -153,7 +159,7 @@ def _evaluate_code(
     from whet.reporting.console import stderr_console
     from whet.reporting.text.source_text import pass_at_k_text
 
-    with stderr_console().status("evaluating") as status:
+    with stderr_console().status("evaluating") as status, _hints_with_options():
         metrics = evaluate_code(
             model,
             data,
@@ -174,7 +180,7 @@ def _evaluate(
     from whet.reporting.text.classifier_text import classification_text
     from whet.reporting.text.source_text import sources_text
 
-    with stderr_console().status("evaluating") as status:
+    with stderr_console().status("evaluating") as status, _hints_with_options():
         metrics = evaluate(
             model,
             data,
@@ -189,6 +195,21 @@ def _evaluate(
         print(sources_text(metrics))
     else:
         print(format_metrics(metrics))
+
+
+@contextlib.contextmanager
+def _hints_with_options() -> "Iterator[None]":
+    """Name the option of this command instead of the config key, in the hint for records of other columns."""
+    from whet.errors import DataError
+
+    try:
+        yield
+    except DataError as error:
+        columns = re.fullmatch(r"set data\.columns: \{(.+)\}", error.hint or "")
+        if columns is None:
+            raise
+        option = columns[1].replace(": ", "=").replace(", ", ",")
+        raise DataError(error.message, hint=f"add --columns {shlex.quote(option)}") from error
 
 
 def _run_tasks(

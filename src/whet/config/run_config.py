@@ -129,6 +129,11 @@ class RunConfig(Section):
                 raise ValueError("data: each part of a mix has separate data, so remove this section")
             if self.run.steps is None:
                 raise ValueError("a mix has no epochs: set run.steps instead of run.epochs")
+            if len({part.data.template for part in self.objective.parts}) > 1:
+                raise ValueError(
+                    "the parts of a mix must have the same data.template, because the model has only one: "
+                    "set it in every part"
+                )
         elif not self.data:
             raise ValueError("data is missing")
         return self

@@ -324,7 +324,7 @@ def _preserved_state(bootstrap: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_environment_report() -> Iterator[None]:
-    """Leave out the harness's facts on git and the machine: collecting them starts programs."""
+    """Leave out the harness's facts on git and the machine, which start programs and print errors."""
     from lm_eval import evaluator
 
     names = [name for name in ("get_git_commit_hash", "add_env_info") if hasattr(evaluator, name)]

@@ -141,8 +141,9 @@ def adapter_directory(name: str) -> Path:
     """Return the adapter directory or checkpoint of a name; raise a ConfigError if it is not an adapter."""
     target = expand_user(name) if config_of_checkpoint(name) is not None else local_model_directory(name)
     if not isinstance(target, Path) or base_model_of(target) is None:
+        is_missing = "/" in name and not expand_user(name).exists()
         raise ConfigError(
-            f"method.continue: {name} is not an adapter",
+            f"method.continue: {name} {'does not exist' if is_missing else 'is not an adapter'}",
             hint="set model to a run, checkpoint or directory with an adapter, or remove method.continue",
         )
     return target

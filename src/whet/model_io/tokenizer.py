@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config.preset import Preset
+from whet.config.run_config import RunConfig
 from whet.error_boundary import hide_rust_panics, invalid_input_errors
 from whet.model_io.base_models import (
     base_model_of,
@@ -45,6 +46,21 @@ def new_tokenizer(preset: Preset, texts: Iterable[str], *, stored_in: Path | Non
 def load_model_tokenizer(name_or_path: str | Path) -> Any:  # Any: a transformers tokenizer or None
     """Return the tokenizer that `load` returns, without loading weights, or None if there is none."""
     config = config_of_checkpoint(name_or_path)
+    tokenizer = _load_stored_tokenizer(name_or_path, config)
+    if tokenizer is None or config is None:
+        return tokenizer
+    for section in [part.data for part in config.parts().values()] or [config.data]:
+        if section.template is not None:
+            from whet.data.templates.builtin import load_template
+
+            tokenizer.chat_template = load_template(section.template)  # as in the run's final model
+    return tokenizer
+
+
+def _load_stored_tokenizer(
+    name_or_path: str | Path, config: RunConfig | None
+) -> Any:  # Any: as in `load_model_tokenizer`
+    """Return the tokenizer from its files; `config` is that of the run if this is a checkpoint."""
     if config is not None and config.method.continues:
         return load_model_tokenizer(str(config.language_model))  # the one that the adapter was trained with
     if (start := starting_model(name_or_path)) is not None:

@@ -11,7 +11,7 @@ import math
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,9 +28,18 @@ _IDENTITY_RECORDS = 1000
 # converted to text, as in tables
 _TEXT_TYPES = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 _ACCEPTED_HINT = (
-    "pass a list of dicts, a datasets.Dataset, a pandas DataFrame, or a function without arguments that "
-    "yields dicts"
+    "pass a list of dicts, a datasets.Dataset, a pandas DataFrame, an object with __len__ and __getitem__, "
+    "or a function without arguments that yields dicts"
 )
+
+
+@runtime_checkable
+class _MapStyle(Protocol):
+    """Records by index, such as a torch.utils.data.Dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> object: ...
 
 
 class PythonRows:
@@ -122,6 +131,8 @@ def _make_reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
         raise DataError(f"data {name!r} is a mapping, not a list of records", hint=_ACCEPTED_HINT)
     if isinstance(rows, Iterable):
         return lambda: _rows(name, rows)
+    if isinstance(rows, _MapStyle):
+        return lambda: _rows(name, (rows[index] for index in range(len(rows))))
     if callable(rows) and not isinstance(rows, type):
         return lambda: _rows(name, _call(name, rows))
     raise DataError(f"data {name!r} is {_describe_type(rows)}, not records", hint=_ACCEPTED_HINT)

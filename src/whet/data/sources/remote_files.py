@@ -236,12 +236,19 @@ def _file_system(address: str, scheme: str) -> Any:  # Any: a file system of fss
 def _remote_error(address: str, error: Exception) -> DataError:
     if isinstance(error, DataError):
         return error
+    cause = error.__cause__
+    if address.startswith("http") and isinstance(cause, Exception) and not _is_missing(cause):
+        error = cause  # fsspec reports every failure of a web server as a missing file
     if isinstance(error, FileNotFoundError):
         return DataError(f"{address} does not exist", hint="check the address and your access rights")
     return DataError(
         f"{address} cannot be read: {_reason(error)}",
         hint="check the connection and the credentials in the environment",
     )
+
+
+def _is_missing(cause: Exception) -> bool:
+    return isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410)
 
 
 def _reason(error: Exception) -> str:
