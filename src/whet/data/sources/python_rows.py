@@ -131,7 +131,7 @@ def _make_reader(name: str, rows: object) -> Callable[[], Iterator[SourceRow]]:
         raise DataError(f"data {name!r} is a mapping, not a list of records", hint=_ACCEPTED_HINT)
     if isinstance(rows, Iterable):
         return lambda: _rows(name, rows)
-    if isinstance(rows, _MapStyle):
+    if isinstance(rows, _MapStyle) and not isinstance(rows, type):
         return lambda: _rows(name, (rows[index] for index in range(len(rows))))
     if callable(rows) and not isinstance(rows, type):
         return lambda: _rows(name, _call(name, rows))
