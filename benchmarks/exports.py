@@ -84,10 +84,10 @@ def table(report):
     rows = {f"none ({report['float']['description']})": report["float"]}
     labels = {"fp8-tensor": "`fp8` with `--scales tensor`", "int4-largest": "`int4` without the search"}
     rows |= {labels.get(name, f"`{name}`"): row for name, row in report["quantizations"].items()}
-    matches = report["run"]["exact_match"]
+    matches = {name: f"{value:.0%}" for name, value in report["run"]["exact_match"].items()}
     lines = ["| `--quantize` | size | KL divergence | perplexity | exact match |", "|---|---|---|---|---|"]
     lines += [
-        f"| {label} | {row['megabytes']:.0f} MB | {row['kl']:.2g} | {row['perplexity']:.1f} | {matches[name]:.1%} |"
+        f"| {label} | {row['megabytes']:.0f} MB | {row['kl']:.2g} | {row['perplexity']:.1f} | {matches.get(name, '-')} |"
         for (label, row), name in zip(rows.items(), ["float", *report["quantizations"]], strict=True)
     ]
     return "\n".join(lines)
