@@ -210,7 +210,7 @@ def test_sources_can_be_names_lists_or_weighted_lists(tmp_path):
         ("data.train=[{source: a}]", "run.yaml: data.train.0.epochs: set either weight or epochs"),
         (
             "data.train=[{source: a, weight: 0}]",
-            "run.yaml: data.train.0.weight: must be greater than 0",
+            "run.yaml: data.train.0.weight: Input should be greater than 0",
         ),
         (
             "data.train=[{source: a, weigth: 1, weight: 1}]",
