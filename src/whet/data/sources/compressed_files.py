@@ -78,17 +78,27 @@ def _stem(path: Path) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
-    suffix = path.suffix.lower()
-    if suffix in (".gz", ".tgz"):
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if suffix == ".zst":
-        try:
-            import pyarrow
-        except ImportError as error:
-            raise missing_extra_error(str(path), error) from error
-        # the reader of zstandard does not detect a truncated file
-        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    return path.open("rb")
+    return open_compressed(path, path.suffix, str(path)) or path.open("rb")
+
+
+def open_compressed(source: Path | BinaryIO, suffix: str, name: str) -> BinaryIO | None:
+    """Open a path or a file for decompression, or return None if the suffix is not that of a compression.
+
+    Args:
+        source: The path, or an open file.
+        suffix: The last suffix of its name.
+        name: Its name, for messages.
+    """
+    if suffix.lower() in (".gz", ".tgz"):
+        return cast(BinaryIO, gzip.open(source, "rb"))
+    if suffix.lower() != ".zst":
+        return None
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise missing_extra_error(name, error) from error
+    # the reader of zstandard does not detect a truncated file
+    return io.BufferedReader(pyarrow.input_stream(source, compression="zstd"))
 
 
 def split_file_name(path: Path) -> tuple[str, str]:

@@ -4,7 +4,6 @@ Addresses appear in logs, errors and the config of a run, so they must not conta
 those in the environment or in its own settings.
 """
 
-import gzip
 import io
 import json
 import logging
@@ -16,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from whet.data.sources.compressed_files import split_file_name
+from whet.data.sources.compressed_files import open_compressed, split_file_name
 from whet.data.sources.readers import SourceContent, digest_text, files_content
 from whet.errors import DataError
 
@@ -112,16 +111,7 @@ class RemoteFile:
     def open(self) -> BinaryIO:
         """Open the file for reading, decompressed according to its suffix."""
         file = io.BufferedReader(_RemoteStream(self._system, self._address), _BUFFER_BYTES)
-        suffix = self.suffix.lower()
-        if suffix == ".gz":
-            return cast(BinaryIO, gzip.open(file, "rb"))
-        if suffix == ".zst":
-            try:
-                import pyarrow
-            except ImportError as error:
-                raise DataError(f"{self} needs {error.name}", hint='pip install "whet[data]"') from error
-            return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
-        return file
+        return open_compressed(file, self.suffix, str(self)) or file
 
     def facts(self) -> dict[str, str]:
         """Return the size of the file, and its checksum or date."""
